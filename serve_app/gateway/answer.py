@@ -122,7 +122,9 @@ class Answer:
         return None if is_open and attained else False
 
 
-def record_of(answer: Answer, pick: Pick, attempt: int, outcome: str) -> DecisionRecord:
+def record_of(
+    answer: Answer, pick: Pick, attempt: int, outcome: str, num_sends: int
+) -> DecisionRecord:
     """Lay out the log's row of an attempt that has ended."""
     choice = pick.choice
     return DecisionRecord(
@@ -133,5 +135,5 @@ def record_of(answer: Answer, pick: Pick, attempt: int, outcome: str) -> Decisio
         explored=choice.explored, fallback_reason=choice.fallback_reason,
         decision_us=choice.decision_us, outcome=outcome, output_tokens=answer.num_tokens,
         ttft_s=answer.ttft_s, response_s=answer.response_s, arm=pick.arm,
-        mlflow_run=pick.mlflow_run, order_key=pick.order_key,
+        mlflow_run=pick.mlflow_run, order_key=pick.order_key, num_sends=num_sends,
     )  # fmt: skip

@@ -197,6 +197,10 @@ class _Attempt:
         self.num_tokens, self.is_whole = 0, False
         self.finish_reason: FinishReason | None = None
 
+    def note_send(self) -> None:
+        """Note that the request goes out to the replica."""
+        self._link.send(Kind.SENT, self._number, is_urgent=False)
+
     def take(
         self, num_tokens: int, finish_reason: FinishReason | None = None, is_whole: bool = False
     ) -> None:

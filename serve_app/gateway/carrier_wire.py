@@ -33,7 +33,7 @@ from tokenyard.routing.types import OrderKey
 
 logger = logging.getLogger(__name__)
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 """Of all frames but `Kind.HELLO`. Ends of version 1 do not say theirs."""
 _BEGAN_S = time.monotonic()
 _RELEASE = version("tokenyard")
@@ -81,6 +81,8 @@ class Kind(IntEnum):
     """Decider: status, headers and body."""
     LEAVE = 15
     """Decider: it is about to end, and wants to be asked nothing new."""
+    SENT = 16
+    """Carrier: a request goes out to its replica."""
 
 
 @dataclass(frozen=True)

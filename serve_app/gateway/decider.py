@@ -113,6 +113,11 @@ class _Carried:
         finally:
             self._attempt = self._end = None
 
+    def note_send(self) -> None:
+        """Note that the request goes out to its replica."""
+        if self._attempt is not None:
+            self._attempt.note_send()
+
     def count(self, num_tokens: int) -> None:
         """Note how many tokens there are."""
         if self._attempt is not None:
@@ -203,7 +208,9 @@ class _Link(FrameProtocol):
             task.cancel()
 
     def _take_outcome(self, kind: int, carried: _Carried, payload: bytes) -> None:
-        if kind == Kind.ENDED:
+        if kind == Kind.SENT:
+            carried.note_send()
+        elif kind == Kind.ENDED:
             carried.end(*read_end(payload))
         elif kind == Kind.STATUS:
             carried.publish(payload)

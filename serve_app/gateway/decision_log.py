@@ -75,6 +75,8 @@ class DecisionRecord:
     """Run that trained the policy, where it comes from the registry."""
     order_key: OrderKey | None = None
     """Key that it waited by, Unix time, seconds; None: behind all that waited."""
+    num_sends: int = 0
+    """Times that the attempt sent the request: 2 where a connection that was kept was closed."""
 
 
 class DecisionLog:

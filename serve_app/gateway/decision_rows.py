@@ -17,7 +17,7 @@ from tokenyard.types import FloatArray
 if TYPE_CHECKING:
     from serve_app.gateway.decision_log import DecisionRecord
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 _FIXED = {
     "tokens_per_s": st.TOKENS_PER_S,
@@ -59,7 +59,7 @@ _OWN = [
     ("index", pa.int64()), ("propensity", pa.float64()), ("explored", pa.bool_()),
     ("fallback_reason", pa.string()), ("decision_us", pa.float64()), ("outcome", pa.string()),
     ("output_tokens", pa.int64()), ("ttft_s", pa.float64()), ("response_s", pa.float64()),
-    ("arm", pa.string()), ("mlflow_run", pa.string()),
+    ("arm", pa.string()), ("mlflow_run", pa.string()), ("num_sends", pa.int64()),
 ]  # fmt: skip
 """Fields of the record itself."""
 _ORDER_KEY = [

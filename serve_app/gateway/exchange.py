@@ -142,6 +142,10 @@ class Attempt(Protocol):
     """Place among the requests that wait at the replica, lower first, Unix time, seconds; None:
     behind those that are there."""
 
+    def note_send(self) -> None:
+        """Note that the request goes out to the replica."""
+        ...
+
     def take(
         self, num_tokens: int, finish_reason: FinishReason | None = None, is_whole: bool = False
     ) -> None:

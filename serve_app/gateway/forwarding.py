@@ -95,9 +95,14 @@ class Forwarder:
         call = attempt.request.call
         head = origin.head(b"POST", call.path, headers, len(body))
         patience = Patience(self._deadlines, attempt.request)
+
+        def watch(connection: Connection) -> None:
+            attempt.note_send()
+            patience.watch(connection)
+
         connection = None
         try:
-            connection = await self.client.send(origin, head, body, patience.watch)
+            connection = await self.client.send(origin, head, body, watch)
             patience.has_head = True
             await self._check_status(connection)
             self._read_head(connection, attempt)

@@ -419,7 +419,7 @@ class Gateway:
                 self._placement.fail(replica, attempt.sent_s)
             raise
         finally:
-            self._close(answer, pick, number, outcome)
+            self._close(answer, pick, number, outcome, attempt.num_sends)
 
     def _why_cancelled(self, answer: Answer) -> str:
         """Whether an answer's time is over, the gateway's, or its caller left."""
@@ -427,10 +427,12 @@ class Gateway:
             return "abort"
         return "cut_off" if math.isfinite(self._ends_s) else "timeout"
 
-    def _close(self, answer: Answer, pick: Pick, attempt: int, outcome: str) -> None:
+    def _close(
+        self, answer: Answer, pick: Pick, attempt: int, outcome: str, num_sends: int
+    ) -> None:
         """Note the end of an attempt."""
         if answer.wanted.span is not None:
-            answer.wanted.span.end_attempt(outcome)
+            answer.wanted.span.end_attempt(outcome, num_sends)
         now_s = self.clock_s()
         done = outcome in ("stop", "length")
         answer.response_s = now_s - answer.arrival_s if done else math.nan
@@ -449,7 +451,7 @@ class Gateway:
             if answer.num_tokens > 1 and not math.isnan(answer.ttft_s):
                 series.tpot_seconds.observe(answer.tpot_s(now_s))
         if self.log is not None:
-            self.log.write(record_of(answer, pick, attempt, outcome))
+            self.log.write(record_of(answer, pick, attempt, outcome, num_sends))
 
     async def _pick_or_wait(self, answer: Answer) -> Pick | None:
         """Choose a replica; where the last one has gone since, wait for another."""
@@ -475,7 +477,8 @@ class _Attempt:
     """One try to have a replica answer a request."""
 
     __slots__ = (
-        "_answer", "_gateway", "_replica", "downstream", "order_key", "request", "sent_s",
+        "_answer", "_gateway", "_replica", "downstream", "num_sends", "order_key", "request",
+        "sent_s",
     )  # fmt: skip
 
     def __init__(self, gateway: Gateway, answer: Answer, replica: ReplicaState) -> None:
@@ -483,6 +486,12 @@ class _Attempt:
         self.request, self.downstream = answer.wanted, answer.downstream
         self.order_key = answer.order_key
         self.sent_s = gateway.outliers.clock_s()
+        self.num_sends = 0
+
+    def note_send(self) -> None:
+        """Note that the request goes out to the replica."""
+        self.num_sends += 1
+        self._gateway.metrics.of_pool(self._replica.pool).sends.inc()
 
     def take(
         self, num_tokens: int, finish_reason: FinishReason | None = None, is_whole: bool = False

@@ -21,6 +21,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "output_tokens": ("Tokens generated.", _POOL),
     "fallbacks": ("Decisions that the baseline made in the policy's place.", ("reason",)),
     "explored": ("Decisions drawn at random.", ()),
+    "sends": ("Times that a request was sent to a replica, retries and repeats included.", _POOL),
     "retries": ("Requests placed again after a replica failed.", _POOL),
     "refused": ("Requests that were not accepted.", ("reason",)),
     "ejections": ("Times that a replica was left out because it failed.", _POOL),
@@ -57,6 +58,7 @@ class PoolSeries:
     """Series of one pool: to look them up by label takes as long as to write them."""
 
     in_flight: Gauge
+    sends: Counter
     prompt_tokens: Counter
     output_tokens: Counter
     response_seconds: Histogram
@@ -82,6 +84,7 @@ class Metrics:
     output_tokens: Counter
     fallbacks: Counter
     explored: Counter
+    sends: Counter
     retries: Counter
     refused: Counter
     ejections: Counter
@@ -126,6 +129,7 @@ class Metrics:
         if known is None:
             known = self._pools[pool] = PoolSeries(
                 self.in_flight.labels(pool),
+                self.sends.labels(pool),
                 self.prompt_tokens.labels(pool),
                 self.output_tokens.labels(pool),
                 self.response_seconds.labels(pool),

@@ -55,9 +55,12 @@ class RequestSpan:
         self._span.set_attributes(attributes)
         self._span.add_event("tokenyard.placed", attributes)
 
-    def end_attempt(self, outcome: str) -> None:
-        """Note what became of it."""
-        self._span.add_event("tokenyard.attempt_ended", {"tokenyard.outcome": outcome})
+    def end_attempt(self, outcome: str, num_sends: int) -> None:
+        """Note what became of it, and how often it sent the request."""
+        attributes: dict[str, str | int] = {
+            "tokenyard.outcome": outcome, "tokenyard.sends": num_sends,
+        }  # fmt: skip
+        self._span.add_event("tokenyard.attempt_ended", attributes)
 
     def first_token(self) -> None:
         """Note that the answer begins."""

@@ -8,6 +8,7 @@ others cost).
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import ssl
 from collections.abc import Callable
@@ -34,6 +35,8 @@ _GONE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 """Seconds of silence before the first probe, seconds between probes, and their number."""
 
 
+_STALE_S = 0.5
+"""Within which an endpoint that closed a kept connection before it saw a request is known to."""
 _CLOSED = "closed its connection"
 _MAX_SIZE_DIGITS = 8
 """Of a chunk's length."""
@@ -144,17 +147,29 @@ class Connection(asyncio.Protocol):
             and not transport.get_write_buffer_size()
         )
 
-    def send(self, head: bytes, body: bytes) -> None:
-        """Send a request; its answer is the next that is read."""
+    @property
+    def is_closed_there(self) -> bool:
+        """Whether the endpoint has closed it, which the event loop may not have told yet."""
+        sock = self._transport.get_extra_info("socket") if self._transport else None
+        if sock is None or not hasattr(select, "POLLRDHUP"):
+            return False
+        poll = select.poll()
+        poll.register(sock.fileno(), select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def send(self, head: bytes, body: bytes) -> bool:
+        """Send a request; its answer is the next that is read. False: the connection was lost."""
         assert self._transport is not None
         self._begin()
         if self._lost:
             self._error = UpstreamError(_CLOSED)
-        elif len(body) <= _ONE_WRITE_BYTES:
+            return False
+        if len(body) <= _ONE_WRITE_BYTES:
             self._transport.write(head + body)
         else:
             self._transport.write(head)
             self._transport.write(body)
+        return True
 
     async def wait_for_head(self) -> None:
         """Wait until `status` and `headers` are there.
@@ -350,34 +365,42 @@ class UpstreamClient:
     ) -> Connection:
         """Send a request, and wait for the head of its answer.
 
+        It is sent once. It is sent once more, over a new connection, where an endpoint closed one
+        that was kept idle before it could see the request.
+
         Args:
             origin: Where to.
             head: As `Origin.head` writes it.
             body: Its bytes.
-            watch: Told of the connection as soon as one is used, so that it can be made to `fail`.
+            watch: Told of the connection each time that the request is sent, so that it can be made
+                to `fail`.
 
         Raises:
             UpstreamError: There is no connection, or it broke.
             Exception: What the connection was made to fail with.
         """
-        while True:
-            connection, is_new = self._idle(origin), False
-            if connection is None:
-                connection, is_new = await self._connect(origin), True
-            connection.send(head, body)
-            watch(connection)
+        kept = self._idle(origin)
+        if kept is not None:
+            sent_s = asyncio.get_running_loop().time()
             try:
-                await connection.wait_for_head()
+                return await self._ask(kept, head, body, watch)
             except UpstreamError:
-                self.release(connection)
-                # One that was kept may have been closed just when it was used.
-                if is_new or connection.heard:
+                waited_s = asyncio.get_running_loop().time() - sent_s
+                if kept.heard or waited_s > _STALE_S:
                     raise
-            except BaseException:
-                self.release(connection)
-                raise
-            else:
-                return connection
+        return await self._ask(await self._connect(origin), head, body, watch)
+
+    async def _ask(
+        self, connection: Connection, head: bytes, body: bytes, watch: Callable[[Connection], None]
+    ) -> Connection:
+        if connection.send(head, body):
+            watch(connection)
+        try:
+            await connection.wait_for_head()
+        except BaseException:
+            self.release(connection)
+            raise
+        return connection
 
     async def get(self, origin: Origin, head: bytes, max_bytes: int) -> tuple[int, bytes]:
         """Return status and body of a whole answer.
@@ -416,7 +439,8 @@ class UpstreamClient:
         oldest_s = asyncio.get_running_loop().time() - _IDLE_S
         while origin.idle:
             connection = origin.idle.pop()
-            if connection.idle_since_s > oldest_s and connection.is_reusable:
+            is_fresh = connection.idle_since_s > oldest_s and connection.is_reusable
+            if is_fresh and not connection.is_closed_there:
                 return connection
             connection.close()
         return None

@@ -22,7 +22,7 @@ _ENGINE = EngineSnapshot.__dataclass_fields__.keys()
 _SNAPSHOT = ReplicaSnapshot.__dataclass_fields__.keys() - {"engine", "queue"}
 """Fields that are logged; what waits at a replica one by one is not."""
 _DONE = ("stop", "length")
-FORMAT_VERSIONS = (4, 5)
+FORMAT_VERSIONS = (5, 6)
 """Of logs that can be read: what this release writes, and what the one before it wrote."""
 
 
@@ -183,8 +183,7 @@ def _decision(row: dict[str, Any]) -> LoggedDecision:
 
 
 def _order_key(row: dict[str, Any]) -> OrderKey | None:
-    # Logs of earlier releases have no late keys, and those before them no keys at all.
-    key_s, *late = (row.get(name) for name in ("order_key_s", "late_at_s", "late_key_s"))
+    key_s, *late = (row[name] for name in ("order_key_s", "late_at_s", "late_key_s"))
     return None if key_s is None else OrderKey(key_s, *(math.inf if s is None else s for s in late))
 
 

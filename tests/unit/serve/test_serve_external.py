@@ -43,27 +43,34 @@ def a_cluster(endpoints, deadlines, max_ongoing=1024, order="fcfs", **fields):
 
 
 @asynccontextmanager
+async def gateway_before(cluster, log=None, policy="champion", scrapes=False):
+    """Yield a client and a gateway; endpoints are scraped only where that is asked for."""
+    manager = PolicyManager(
+        cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(0)
+    )
+    manager.switch(policy)
+    metrics = Metrics()
+    backend = ExternalBackend(cluster.external_pools[0], "m", metrics)
+    gateway = Gateway(cluster, manager, {backend.name: backend}, metrics, log=log)
+    api = create_gateway_api(gateway, EstimatingTokenizer(), Access(None, local_admin=True))
+    transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        if scrapes:
+            backend.start()
+        try:
+            yield client, gateway
+        finally:
+            manager.stop()
+            await backend.stop()
+
+
+@asynccontextmanager
 async def a_gateway(number, log=None, policy="champion", scrapes=False, **fields):
-    """Yield a client, the gateway and its stubs, which are scraped only where that is asked for."""
+    """Yield a client, the gateway and its stubs."""
     async with stubs(number) as endpoints:
         cluster = a_cluster(endpoints, fields.pop("deadlines", {}), **fields)
-        manager = PolicyManager(
-            cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(0)
-        )
-        manager.switch(policy)
-        metrics = Metrics()
-        backend = ExternalBackend(cluster.external_pools[0], "m", metrics)
-        gateway = Gateway(cluster, manager, {backend.name: backend}, metrics, log=log)
-        api = create_gateway_api(gateway, EstimatingTokenizer(), Access(None, local_admin=True))
-        transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            if scrapes:
-                backend.start()
-            try:
-                yield client, gateway, endpoints
-            finally:
-                manager.stop()
-                await backend.stop()
+        async with gateway_before(cluster, log, policy, scrapes) as (client, gateway):
+            yield client, gateway, endpoints
 
 
 def run(test, number=1, **options):
@@ -347,7 +354,7 @@ def test_a_token_ends_no_head_and_none_is_sent_in_two_lines(secret, monkeypatch)
             downstream = SimpleNamespace(begun=False, begin=nothing, write=nothing)
             attempt = SimpleNamespace(
                 request=InferenceRequest("1", [1], 1, call), downstream=downstream,
-                order_key=None, take=lambda *_, **__: None,
+                order_key=None, take=lambda *_, **__: None, note_send=lambda: None,
             )  # fmt: skip
             try:
                 await backend.answer(endpoint.url, attempt)

@@ -102,6 +102,8 @@ def test_a_span_tells_the_decision_and_the_endpoint_works_below_it(traced):
             "tokenyard.placed", "tokenyard.attempt_ended", "tokenyard.placed",
             "gen_ai.first_token", "tokenyard.attempt_ended",
         ]  # fmt: skip
+        ended = [one for one in span.events if one.name == "tokenyard.attempt_ended"]
+        assert [one.attributes["tokenyard.sends"] for one in ended] == [1, 1]
         assert span.status.is_ok or span.status.is_unset
         assert span.end_time > span.start_time
         assert span.resource.attributes["service.name"] == "tokenyard-gateway"
