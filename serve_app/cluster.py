@@ -276,6 +276,9 @@ class CircuitBreakerSettings(FrozenModel):
 class OutlierEjection(FrozenModel):
     """How replicas that fail are left out: see `serve_app.gateway.outliers`."""
 
+    consecutive_failures: Annotated[int, Field(ge=1)] = 3
+    """Requests in a row that a replica fails until it is left out. A request that several replicas
+    failed, and none answered, does not count: it may be at fault itself."""
     base_s: Annotated[float, Field(gt=0)] = 1.0
     """Time for which a replica is left out the first time; it doubles each time after."""
     max_s: Annotated[float, Field(gt=0)] = 60.0

@@ -13,7 +13,7 @@ from serve_app.gateway.exchange import Downstream, InferenceRequest
 from serve_app.gateway.generation import new_id
 from serve_app.gateway.placement import Pick
 from serve_app.gateway.rate_limits import Grant
-from serve_app.gateway.replicas import Prompt
+from serve_app.gateway.replicas import Prompt, ReplicaState
 from serve_app.models import ServedModel
 from tokenyard.routing.types import OrderKey
 
@@ -35,6 +35,9 @@ class Answer:
     """What is reserved of its caller's limits; None: it has none."""
     tenant_share: float
     """Share of the service that the tenant is entitled to."""
+    suspects: list[tuple[ReplicaState, float]] = field(default_factory=list)
+    """Replicas that failed it, and when each was sent it, by the outlier detector's clock. They are
+    at fault if another answers it: until then the request itself may be."""
     tried: set[str] = field(default_factory=set)
     """Replicas that were sent the request since one was last waited for."""
     excluded: set[str] = field(default_factory=set)
@@ -65,6 +68,11 @@ class Answer:
     def tenant(self) -> str:
         """Who is served; empty: nobody who is known."""
         return self.wanted.tenant
+
+    @property
+    def needs(self) -> tuple[str, bytes]:
+        """Model and route that a replica has to know."""
+        return self.model.name, self.wanted.call.path.partition(b"?")[0]
 
     @property
     def needed_tokens(self) -> int:

@@ -26,6 +26,7 @@ from serve_app.gateway.engine_wire import (
 )
 from serve_app.gateway.exchange import Attempt
 from serve_app.gateway.external import ExternalBackend
+from serve_app.gateway.faults import EndpointError, Fault
 from serve_app.gateway.forwarding import (
     EndpointAsRayReplica,
     Forwarder,
@@ -89,12 +90,15 @@ class _EngineForwarder(Forwarder):
     def _told_failure(self, error: ErrorEvent) -> ReplicaFailed:
         return ReplicaRefused(f"{self.which}: {error.message}")
 
-    def _refusal(self, status: int, text: bytes) -> ReplicaFailed:
-        kind = ReplicaFull if status == 429 else ReplicaRefused
-        return kind(f"{self.which}: {_error_in(text).message}")
-
-    def _rejection(self, connection: Connection, text: bytes) -> ReplicaFailed:
-        return ReplicaTooSmall(f"{self.which}: {_error_in(text).message}")
+    def _refusal(self, connection: Connection, text: bytes) -> ReplicaFailed:
+        status, reason = connection.status, f"{self.which}: {_error_in(text).message}"
+        if status == 429:
+            return ReplicaFull(reason)
+        if status == 503:
+            return ReplicaRefused(reason)
+        if EndpointError.of_answer(status, text).fault is Fault.ENDPOINT:
+            return ReplicaFailed(f"{self.which} answered {status}")
+        return ReplicaTooSmall(reason)
 
     def _read_head(self, connection: Connection, attempt: Attempt) -> None:
         status = next((value for name, value in connection.headers if name == STATUS_HEADER), None)

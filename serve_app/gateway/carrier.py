@@ -34,7 +34,13 @@ from serve_app.gateway.carrier_wire import (
 from serve_app.gateway.engine_wire import write_status
 from serve_app.gateway.exchange import Downstream, InferenceRequest
 from serve_app.gateway.gateway import Draining, Gateway, Refused, Unanswerable, Unserved
-from serve_app.gateway.generation import ReplicaFailed, ReplicaRefused, RequestRejected
+from serve_app.gateway.generation import (
+    ReplicaFailed,
+    ReplicaFull,
+    ReplicaLacks,
+    ReplicaRefused,
+    RequestRejected,
+)
 from serve_app.gateway.replicas import EngineStatus
 from serve_app.gateway.tracing import with_line
 from tokenyard.routing.types import OrderKey
@@ -222,7 +228,11 @@ class _Attempt:
 
     def tell_failure(self, error: ReplicaFailed) -> None:
         """Tell that the replica failed."""
-        told = [type(error).__name__, str(error), self.num_tokens, self.downstream.begun]
+        told = [type(error).__name__, self.num_tokens, self.downstream.begun, str(error)]
+        if isinstance(error, ReplicaFull):
+            told += [error.status, error.retry_after_s]
+        elif isinstance(error, ReplicaLacks):
+            told.append(error.is_about_model)
         self._link.send(Kind.FAILED, self._number, to_json(told))
 
 
@@ -438,8 +448,9 @@ def _refuse(payload: bytes) -> None:
         Unserved: It cannot be served, or not any more.
         Refused: Not now.
     """
-    kind, text, retry_after_s, over = read_refusal(payload)
+    kind, text, status, retry_after_s, over = read_refusal(payload)
     if kind == "refused":
-        raise Refused(text, retry_after_s, over)
-    kinds = {"draining": Draining, "unanswerable": Unanswerable}
-    raise kinds.get(kind, Unserved)(text)
+        raise Refused(text, retry_after_s, over, status)
+    if kind == "unanswerable":
+        raise Unanswerable(text, status)
+    raise (Draining if kind == "draining" else Unserved)(text)

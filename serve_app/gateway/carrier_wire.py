@@ -348,30 +348,34 @@ def read_place(payload: bytes) -> tuple[str, str, OrderKey | None, Headers, byte
     return pool.decode(), replica_id.decode(), order_key, headers, line
 
 
-def write_refusal(kind: str, reason: str, retry_after_s: int, over: OverLimit | None) -> bytes:
+def write_refusal(
+    kind: str, reason: str, status: int, retry_after_s: int, over: OverLimit | None
+) -> bytes:
     """Lay out why a request is not answered.
 
     Args:
         kind: `refused`, `draining`, `unanswerable` or `unserved`.
         reason: In a sentence.
+        status: Of HTTP.
         retry_after_s: When to come back, where it is refused.
         over: The caller's limit, where that is why.
     """
-    told: list[Any] = [kind, reason, retry_after_s]
+    told: list[Any] = [kind, reason, status, retry_after_s]
     if over is not None:
         names = [[one.decode() for one in header] for header in over.headers]
         told += [over.code, over.kind, names]
     return to_json(told)
 
 
-def read_refusal(payload: bytes) -> tuple[str, str, int, OverLimit | None]:
+def read_refusal(payload: bytes) -> tuple[str, str, int, int, OverLimit | None]:
     """Read what `write_refusal` wrote."""
-    kind, reason, retry_after_s, *told = json.loads(payload)
+    kind, reason, status, retry_after_s, *told = json.loads(payload)
     if not told:
-        return kind, reason, retry_after_s, None
+        return kind, reason, status, retry_after_s, None
     code, type_name, names = told
     headers = [(name.encode(), value.encode()) for name, value in names]
-    return kind, reason, retry_after_s, OverLimit(reason, retry_after_s, code, type_name, headers)
+    over = OverLimit(reason, retry_after_s, code, type_name, headers)
+    return kind, reason, status, retry_after_s, over
 
 
 def write_counts(tokens: dict[int, int]) -> bytes:

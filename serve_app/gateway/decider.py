@@ -39,9 +39,11 @@ from serve_app.gateway.gateway import Draining, Gateway, Refused, Unanswerable, 
 from serve_app.gateway.generation import (
     ReplicaFailed,
     ReplicaFull,
+    ReplicaLacks,
     ReplicaRefused,
     ReplicaTimeout,
     ReplicaTooSmall,
+    ReplicaUnreachable,
     RequestRejected,
 )
 from serve_app.gateway.rate_limits import OverLimit
@@ -51,7 +53,15 @@ logger = logging.getLogger(__name__)
 
 FAILURES = {
     one.__name__: one
-    for one in (ReplicaFailed, ReplicaFull, ReplicaRefused, ReplicaTimeout, ReplicaTooSmall)
+    for one in (
+        ReplicaFailed,
+        ReplicaFull,
+        ReplicaLacks,
+        ReplicaRefused,
+        ReplicaTimeout,
+        ReplicaTooSmall,
+        ReplicaUnreachable,
+    )
 }
 _HEARD_S = 0.1
 """For carriers to hear that they have to leave."""
@@ -215,10 +225,10 @@ class _Link(FrameProtocol):
         elif kind == Kind.STATUS:
             carried.publish(payload)
         elif kind == Kind.FAILED:
-            name, text, num_tokens, carried.begun = json.loads(payload)
+            name, num_tokens, carried.begun, *told = json.loads(payload)
             if num_tokens:
                 carried.count(num_tokens)
-            carried.fail(FAILURES[name](text))
+            carried.fail(FAILURES[name](*told))
         elif kind == Kind.REJECTED:
             carried.fail(RequestRejected(int.from_bytes(payload, "little"), (), b""))
         elif kind == Kind.GONE and carried.task is not None:
@@ -240,11 +250,12 @@ class _Link(FrameProtocol):
             assert service_class is not None
             await gateway.serve(request, service_class, carried)
         except Refused as error:
-            self._refuse(number, "refused", str(error), error.retry_after_s, error.over)
+            told = error.status, error.retry_after_s, error.over
+            self._refuse(number, "refused", str(error), *told)
         except Draining as error:
             self._refuse(number, "draining", str(error))
         except Unanswerable as error:
-            self._refuse(number, "unanswerable", str(error))
+            self._refuse(number, "unanswerable", str(error), error.status)
         except Unserved as error:
             self._refuse(number, "unserved", str(error))
         except (RequestRejected, asyncio.CancelledError):
@@ -255,10 +266,10 @@ class _Link(FrameProtocol):
             self._refuse(number, "unserved", "the gateway failed")
 
     def _refuse(
-        self, number: int, kind: str, text: str, retry_after_s: int = 0,
+        self, number: int, kind: str, text: str, status: int = 503, retry_after_s: int = 0,
         over: OverLimit | None = None,
     ) -> None:  # fmt: skip
-        self.send(Kind.REFUSED, number, write_refusal(kind, text, retry_after_s, over))
+        self.send(Kind.REFUSED, number, write_refusal(kind, text, status, retry_after_s, over))
 
     async def _answer(self, number: int, head: dict[str, Any], body: bytes) -> None:
         told, content = await _ask(self._decider.api, head, body)

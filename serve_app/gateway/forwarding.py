@@ -7,21 +7,26 @@ knows no more of either than it needs.
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass
 
 from serve_app.cluster import Deadlines
+from serve_app.gateway.clocks import steady_unix_s
 from serve_app.gateway.exchange import Attempt, Call, Headers, InferenceRequest
+from serve_app.gateway.faults import EndpointError, Fault, retry_after_s
 from serve_app.gateway.generation import (
     ReplicaFailed,
     ReplicaFull,
+    ReplicaLacks,
     ReplicaTimeout,
+    ReplicaUnreachable,
     RequestRejected,
 )
 from serve_app.gateway.replicas import EngineStatus
 from serve_app.gateway.sse import BadEvent, ErrorEvent, EventPeek, last_part, peek_whole
 from serve_app.gateway.upstream import (
+    ConnectFailed,
     Connection,
-    ConnectTimeout,
     Origin,
     UpstreamClient,
     UpstreamError,
@@ -29,9 +34,8 @@ from serve_app.gateway.upstream import (
 
 _MAX_HELD_BYTES = 1 << 20
 """Of an answer that has not begun: from then on another endpoint cannot give it."""
-_OURS = (401, 403, 407, 408, 409, 425)
-"""Client errors that are not the caller's: the key is the pool's, or another endpoint may do."""
 _EVENTS = b"text/event-stream"
+_JSON: Headers = ((b"content-type", b"application/json"),)
 _HANDED_BACK = frozenset(
     (
         b"cache-control", b"content-encoding", b"content-length", b"content-type", b"retry-after",
@@ -110,8 +114,10 @@ class Forwarder:
                 await _hand_on_events(connection, attempt, patience)
             else:
                 await self._hand_on_whole(connection, attempt, patience)
-        except (_TooLate, ConnectTimeout) as error:
+        except _TooLate as error:
             raise ReplicaTimeout(f"{self.which} {error}") from None
+        except ConnectFailed as error:
+            raise ReplicaUnreachable(f"{self.which} {error}") from None
         except UpstreamError as error:
             raise ReplicaFailed(f"{self.which} {error}") from None
         except ErrorEvent as error:
@@ -123,17 +129,32 @@ class Forwarder:
             if connection is not None:
                 self.client.release(connection)
 
-    def _told_failure(self, error: ErrorEvent) -> ReplicaFailed:
+    def _told_failure(self, error: ErrorEvent) -> ReplicaFailed | RequestRejected:
         """What it means that an answer which had begun ends with an error."""
-        return ReplicaFailed(f"{self.which} failed: {error}")
+        body = json.dumps(error.event).encode()
+        return self._error(EndpointError.of_event(error.event), _JSON, body, f"failed: {error}")
 
-    def _refusal(self, status: int, text: bytes) -> ReplicaFailed:
-        """What it means that an endpoint is busy: its status is 429 or 503."""
-        return ReplicaFull(f"{self.which} answered {status}")
+    def _refusal(self, connection: Connection, text: bytes) -> ReplicaFailed | RequestRejected:
+        """What it means that the status of an answer is none of success."""
+        error = EndpointError.of_answer(connection.status, text)
+        return self._error(error, _handed_back(connection), text, f"answered {connection.status}")
 
-    def _rejection(self, connection: Connection, text: bytes) -> ReplicaFailed | RequestRejected:
-        """What it means that an endpoint has something against the request."""
-        return RequestRejected(connection.status, _handed_back(connection), text)
+    def _error(
+        self, error: EndpointError, headers: Headers, body: bytes, what: str
+    ) -> ReplicaFailed | RequestRejected:
+        if error.fault is Fault.ENDPOINT:
+            # Its message may name what is behind it.
+            return ReplicaFailed(f"{self.which} {what}")
+        what = f"{self.which} {what}" + f": {error.message}" * bool(error.message)
+        if error.fault is Fault.ROOM:
+            after = next((value for name, value in headers if name == b"retry-after"), None)
+            limits = [one for one in headers if one[0].startswith(b"x-ratelimit-")]
+            status = 429 if error.status == 429 else 503
+            return ReplicaFull(what, status, retry_after_s(after, steady_unix_s()), limits)
+        rejection = RequestRejected(error.status, headers, body)
+        if error.fault is Fault.LACKS:
+            return ReplicaLacks(what, error.is_about_model, rejection)
+        return rejection
 
     def _read_head(self, connection: Connection, attempt: Attempt) -> None:
         """Look at the head of an answer."""
@@ -142,15 +163,10 @@ class Forwarder:
         status = connection.status
         if 200 <= status < 300:
             return
-        is_busy = status in (429, 503)
-        if not is_busy and (not 400 <= status < 500 or status in _OURS):
-            raise ReplicaFailed(f"{self.which} answered {status}")
         text = bytearray()
         while len(text) <= _MAX_HELD_BYTES and (piece := await connection.read()):
             text += piece
-        if is_busy:
-            raise self._refusal(status, bytes(text))
-        raise self._rejection(connection, bytes(text))
+        raise self._refusal(connection, bytes(text))
 
     async def _hand_on_whole(
         self, connection: Connection, attempt: Attempt, patience: Patience

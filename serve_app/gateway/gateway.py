@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -21,13 +21,15 @@ from serve_app.gateway.backends import Backend
 from serve_app.gateway.callers import ANYBODY
 from serve_app.gateway.clocks import steady_unix_s
 from serve_app.gateway.decision_log import DecisionLog
-from serve_app.gateway.exchange import Downstream, InferenceRequest
+from serve_app.gateway.exchange import Downstream, Headers, InferenceRequest
 from serve_app.gateway.generation import (
     ReplicaFailed,
     ReplicaFull,
+    ReplicaLacks,
     ReplicaRefused,
     ReplicaTimeout,
     ReplicaTooSmall,
+    ReplicaUnreachable,
     RequestRejected,
 )
 from serve_app.gateway.history import History
@@ -58,10 +60,26 @@ _PATIENCE_S = 20.0
 class Refused(RuntimeError):
     """A request that is not let in for now."""
 
-    def __init__(self, reason: str, retry_after_s: int, over: OverLimit | None = None) -> None:
-        """Say why, and when to come back; `over` is the caller's limit, where that is why."""
+    def __init__(
+        self,
+        reason: str,
+        retry_after_s: int,
+        over: OverLimit | None = None,
+        status: int = 429,
+        headers: Headers = (),
+    ) -> None:
+        """Say why.
+
+        Args:
+            reason: A sentence.
+            retry_after_s: When to come back.
+            over: The caller's limit, where that is why.
+            status: 429, or 503 where endpoints have no room for anybody.
+            headers: What endpoints say of their limits.
+        """
         super().__init__(reason)
         self.retry_after_s, self.over = retry_after_s, over
+        self.status, self.headers = status, headers
 
 
 class Unserved(RuntimeError):
@@ -70,6 +88,11 @@ class Unserved(RuntimeError):
 
 class Unanswerable(Unserved):
     """A request that no pool can ever answer, as it is."""
+
+    def __init__(self, reason: str, status: int = 400) -> None:
+        """Say why, and with which status."""
+        super().__init__(reason)
+        self.status = status
 
 
 class Draining(Unserved):
@@ -236,6 +259,10 @@ class Gateway:
         """Bring the table of replicas up to date; return the time."""
         return self._placement.refresh()
 
+    def available(self) -> set[str]:
+        """Replicas that could be sent a request now."""
+        return self._placement.available(self.refresh())
+
     def observe(self) -> None:
         """Set the gauges that show the state of the pools."""
         now_s = self.refresh()
@@ -294,9 +321,9 @@ class Gateway:
         if request.caller is not ANYBODY:
             self.metrics.of_tenant(request.caller.tenant).refused.inc()
 
-    def _retry_after_s(self) -> int:
-        """Whole seconds until a place is likely to be free."""
-        least_s = self._placement.least_wait_s()
+    def _retry_after_s(self, told_s: float | None = None) -> int:
+        """Whole seconds until a place is likely to be free, as endpoints tell or as it looks."""
+        least_s = self._placement.least_wait_s() if told_s is None else told_s
         wait_s = float(_MIN_RETRY_AFTER_S) if least_s is None else least_s
         return int(min(max(math.ceil(wait_s), _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S))
 
@@ -325,43 +352,80 @@ class Gateway:
         series.output_tokens.inc(answer.num_tokens)
 
     async def _attempts(self, answer: Answer) -> None:
-        """Try replicas until one has begun to answer."""
-        failure: ReplicaFailed | None = None
+        """Try replicas until one has begun to answer.
+
+        One that has no room, or lacks what is asked for, has not failed: another is asked in its
+        place, each at most once.
+        """
+        errors: list[ReplicaFailed] = []
+        num_failed = number = 0
         if not self.table.replicas:
             await self._some_replica(answer, answer.arrival_s)
-        for attempt in range(self.cluster.limits.max_retries + 1):
+        while num_failed <= self.cluster.limits.max_retries:
             try:
                 pick = await self._pick_or_wait(answer)
             except ReplicaFull as error:
-                failure = error
+                errors.append(error)
                 break
             if pick is None:
                 break
             replica_id = pick.replica.replica_id
             answer.tried.add(replica_id)
             answer.is_ordered, answer.order_key = True, pick.order_key
-            if attempt:
+            if number:
                 self.metrics.retries.labels(pick.replica.pool).inc()
             try:
-                await self._attempt(answer, pick, attempt)
+                await self._attempt(answer, pick, number)
                 return
-            except ReplicaTooSmall as error:
-                answer.excluded.add(pick.replica.pool)
-                if not any(answer.fits(one) for one in self.backends.values()):
-                    raise Unanswerable(str(error)) from None
-                failure = failure or error
             except ReplicaFailed as error:
-                failure = error
-                request_id = answer.wanted.request_id
-                logger.warning(
-                    "request %s, attempt %d at %s: %s", request_id, attempt, replica_id, error
-                )
+                errors.append(error)
+                if isinstance(error, ReplicaTooSmall):
+                    answer.excluded.add(pick.replica.pool)
+                elif not isinstance(error, ReplicaLacks):
+                    request_id = answer.wanted.request_id
+                    logger.warning(
+                        "request %s, attempt %d at %s: %s", request_id, number, replica_id, error
+                    )
                 if answer.num_tokens or answer.downstream.begun:
                     raise Unserved(f"{error}, after {answer.num_tokens} tokens") from None
-        if isinstance(failure, ReplicaFull):
-            self.metrics.refused.labels(_WHY_FULL.get(type(failure), "replicas full")).inc()
-            raise Refused(str(failure), self._retry_after_s())
-        raise Unserved("no replica is there" if failure is None else str(failure))
+                num_failed += not isinstance(error, ReplicaFull | ReplicaLacks)
+                number += 1
+        if len(answer.suspects) == 1:
+            # Where several failed it, the request may be at fault.
+            self._blame_suspects(answer)
+        raise self._refusal(answer, errors)
+
+    def _refusal(self, answer: Answer, errors: Sequence[ReplicaFailed]) -> Exception:
+        """What to tell a caller whom no replica has answered."""
+        full = [one for one in errors if isinstance(one, ReplicaFull)]
+        if full:
+            self.metrics.refused.labels(_WHY_FULL.get(type(full[-1]), "replicas full")).inc()
+            told = [one for one in full if one.retry_after_s is not None]
+            first = min(told, key=lambda one: one.retry_after_s or 0.0, default=full[-1])
+            after_s = self._retry_after_s(first.retry_after_s)
+            status = 429 if any(one.status == 429 for one in full) else 503
+            return Refused(str(first), after_s, status=status, headers=first.headers)
+        small = [one for one in errors if isinstance(one, ReplicaTooSmall)]
+        if small and not any(answer.fits(one) for one in self.backends.values()):
+            return Unanswerable(str(small[-1]))
+        if not errors:
+            return Unserved("no replica is there")
+        lacks = [one for one in errors if isinstance(one, ReplicaLacks)]
+        if len(lacks) == len(errors):
+            return lacks[-1].rejection or Unanswerable(str(lacks[-1]), 404)
+        return Unserved(str(next(one for one in reversed(errors) if one not in lacks)))
+
+    def begin_at(self, answer: Answer, replica: ReplicaState) -> None:
+        """Note that a replica has begun to answer, which others may have failed to do."""
+        self._placement.note_begun(replica, answer.needs)
+        if answer.suspects:
+            self._blame_suspects(answer)
+
+    def _blame_suspects(self, answer: Answer) -> None:
+        """Count it against the replicas that failed a request."""
+        suspects, answer.suspects = answer.suspects, []
+        for replica, sent_s in suspects:
+            self._placement.fail(replica, sent_s)
 
     async def _attempts_in_time(self, answer: Answer) -> None:
         """Try replicas until the answer's time is over.
@@ -407,16 +471,20 @@ class Gateway:
         except asyncio.CancelledError:
             outcome = answer.finish_reason or self._why_cancelled(answer)
             raise
-        except ReplicaTimeout:
-            outcome = "timeout"
-            self._placement.fail(replica, attempt.sent_s)
-            raise
-        except (ReplicaTooSmall, RequestRejected):
+        except (ReplicaTooSmall, ReplicaLacks, RequestRejected) as error:
             outcome = "rejected"
+            if isinstance(error, ReplicaLacks):
+                self._placement.note_lack(replica, answer.needs, error.is_about_model)
+            raise
+        except ReplicaFull as error:
+            self._placement.note_full(replica, error)
             raise
         except ReplicaFailed as error:
-            if not isinstance(error, ReplicaFull | ReplicaRefused):
-                self._placement.fail(replica, attempt.sent_s)
+            outcome = "timeout" if isinstance(error, ReplicaTimeout) else outcome
+            if not isinstance(error, ReplicaRefused):
+                answer.suspects.append((replica, attempt.sent_s))
+                if isinstance(error, ReplicaUnreachable) or answer.downstream.begun:
+                    self._blame_suspects(answer)
             raise
         finally:
             self._close(answer, pick, number, outcome, attempt.num_sends)
@@ -500,6 +568,7 @@ class _Attempt:
         answer, gateway, replica = self._answer, self._gateway, self._replica
         if (num_tokens or is_whole) and not answer.num_tokens:
             gateway.outliers.begin(replica.replica_id, self.sent_s)
+            gateway.begin_at(answer, replica)
             if not is_whole:
                 answer.first_token_s = gateway.clock_s()
                 if answer.wanted.span is not None:

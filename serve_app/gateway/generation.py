@@ -17,8 +17,30 @@ class ReplicaFailed(RuntimeError):
     """A replica that did not do what it was asked; the text says why."""
 
 
+class ReplicaUnreachable(ReplicaFailed):
+    """A replica that took no connection, whatever was asked."""
+
+
 class ReplicaFull(ReplicaFailed):
     """A replica that takes no more requests for now."""
+
+    def __init__(
+        self,
+        reason: str,
+        status: int = 429,
+        retry_after_s: float | None = None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        """Say why.
+
+        Args:
+            reason: A sentence.
+            status: 429 or 503, as it says it.
+            retry_after_s: When it is to be asked again; None: it does not say.
+            headers: What it says of its limits.
+        """
+        super().__init__(reason)
+        self.status, self.retry_after_s, self.headers = status, retry_after_s, headers
 
 
 class ReplicaRefused(ReplicaFailed):
@@ -27,6 +49,17 @@ class ReplicaRefused(ReplicaFailed):
 
 class ReplicaTooSmall(ReplicaRefused):
     """A replica that can never hold this request; those of another pool may."""
+
+
+class ReplicaLacks(ReplicaRefused):
+    """A replica that does not know the model or the route that is asked for; another may."""
+
+    def __init__(
+        self, reason: str, is_about_model: bool = True, rejection: RequestRejected | None = None
+    ) -> None:
+        """Say what it lacks, a model or a route, and keep what it answered."""
+        super().__init__(reason)
+        self.is_about_model, self.rejection = is_about_model, rejection
 
 
 class ReplicaTimeout(ReplicaFailed):

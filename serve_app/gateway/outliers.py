@@ -1,11 +1,13 @@
 """Which replicas are left out because they fail, for how long, and how they come back.
 
-As Envoy's outlier detection: a replica that fails is ejected, for twice as long each time, and is
-then readmitted slowly: one request at a time, and twice as many with every answer that begins.
+As Envoy's outlier detection: a replica that fails several requests in a row is ejected, for twice
+as long each time. It is then readmitted slowly: one request at a time, and twice as many with every
+answer that begins; meanwhile one failure is enough.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -36,6 +38,8 @@ class OutlierDetector:
         self._settings = settings
         self.clock_s = clock_s
         self._records: dict[str, _Record] = {}
+        self._in_a_row: dict[str, int] = {}
+        """Failures of replicas since an answer of theirs last began."""
 
     @property
     def watches(self) -> bool:
@@ -53,6 +57,11 @@ class OutlierDetector:
         now_s, record = self.clock_s(), self._records.get(replica_id)
         if record is not None and sent_s < record.until_s:
             return False
+        in_a_row = self._in_a_row.pop(replica_id, 0) + 1
+        is_on_trial = record is not None and not self._readmitted(record)
+        if in_a_row < self._settings.consecutive_failures and not is_on_trial:
+            self._in_a_row[replica_id] = in_a_row
+            return False
         level = 1 if record is None else self._level(record, now_s) + 1
         most_s, base_s = self._settings.max_s, self._settings.base_s
         ejected_for_s = min(base_s * 2.0 ** min(level - 1, 30), most_s)
@@ -61,6 +70,7 @@ class OutlierDetector:
 
     def begin(self, replica_id: str, sent_s: float) -> None:
         """Note that an answer has begun: the replica works."""
+        self._in_a_row.pop(replica_id, None)
         record = self._records.get(replica_id)
         if record is None or sent_s < record.until_s:
             return
@@ -82,6 +92,8 @@ class OutlierDetector:
 
     def keep(self, replica_ids: Iterable[str]) -> None:
         """Forget the replicas that are not there, once they would be readmitted."""
+        if self._in_a_row:
+            self._in_a_row = {r: n for r, n in self._in_a_row.items() if r in set(replica_ids)}
         if self._records:
             kept, now_s = set(replica_ids), self.clock_s()
             # Until then they may come back, or have not been found yet since a restart.
@@ -121,3 +133,46 @@ class OutlierDetector:
         """Ejections that are not forgiven; time without a failure forgives one after another."""
         quiet_s = max(now_s - record.until_s, 0.0)
         return max(record.level - int(quiet_s / self._settings.max_s), 0)
+
+
+class BackOff:
+    """What is not asked again for a while, and for twice as long each time that it refuses."""
+
+    def __init__(
+        self, base_s: float, max_s: float, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Ask everything.
+
+        Args:
+            base_s: For how long something is left alone the first time, seconds.
+            max_s: Longest such time, seconds.
+            clock_s: Any clock that does not go back, seconds.
+        """
+        self._base_s, self._max_s, self._clock_s = base_s, max_s, clock_s
+        self._rests: dict[tuple[Any, ...], tuple[float, float]] = {}
+        """Until when, and for how long that was, by what is left alone."""
+
+    def __len__(self) -> int:
+        """How many have refused, and not been forgotten since."""
+        return len(self._rests)
+
+    def refuse(self, what: tuple[Any, ...], told_s: float | None = None) -> None:
+        """Note a refusal; `told_s` is when it says that it may be asked again, seconds."""
+        now_s = self._clock_s()
+        until_s, rest_s = self._rests.get(what, (-math.inf, 0.0))
+        # Those that were on their way when it refused say nothing new.
+        if now_s >= until_s:
+            rest_s = min(max(2.0 * rest_s, self._base_s), self._max_s)
+            until_s = now_s + rest_s
+        told_until_s = now_s + min(told_s or 0.0, self._max_s)
+        self._rests[what] = (max(until_s, told_until_s), rest_s)
+
+    def forget(self, what: tuple[Any, ...]) -> None:
+        """Ask again at once: it does what it refused."""
+        if self._rests:
+            self._rests.pop(what, None)
+
+    def left_s(self, what: tuple[Any, ...]) -> float:
+        """Time for which it is still left alone, seconds; 0: it may be asked."""
+        until_s, _ = self._rests.get(what, (0.0, 0.0))
+        return max(until_s - self._clock_s(), 0.0)

@@ -21,7 +21,7 @@ from serve_app.gateway.generation import ReplicaFull
 from serve_app.gateway.history import History
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.order import bounded_key
-from serve_app.gateway.outliers import OutlierDetector
+from serve_app.gateway.outliers import BackOff, OutlierDetector
 from serve_app.gateway.realtime import RealtimePriority
 from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
 from serve_app.policy.experiment import Arm
@@ -43,6 +43,11 @@ from tokenyard.types import FloatArray, IntArray
 
 logger = logging.getLogger(__name__)
 
+_FULL_BASE_S, _FULL_MAX_S = 0.5, 60.0
+"""For how long an endpoint that has no room is left alone: the first time, and at most."""
+_LACK_BASE_S, _LACK_MAX_S = 10.0, 300.0
+"""Likewise one that does not know the model or the route, for requests that need it."""
+
 
 class Placeable(Protocol):
     """A request, as far as its placement needs to know it."""
@@ -58,6 +63,10 @@ class Placeable(Protocol):
     @property
     def needed_tokens(self) -> int:
         """Prompt and longest answer."""
+
+    @property
+    def needs(self) -> tuple[str, bytes]:
+        """Model and route that a replica has to know."""
 
     def fits(self, backend: Backend) -> bool:
         """Whether the replicas of a pool can answer it."""
@@ -149,6 +158,11 @@ class Placement:
         self._manager, self._backends, self._table = manager, backends, table
         self._history, self._outliers, self._metrics = history, outliers, metrics
         self._clock_s = clock_s
+        self._full = BackOff(_FULL_BASE_S, _FULL_MAX_S, outliers.clock_s)
+        self._full_status: dict[str, int] = {}
+        """What each endpoint that had no room answered last."""
+        self._lacks = BackOff(_LACK_BASE_S, _LACK_MAX_S, outliers.clock_s)
+        """By replica, and model or route."""
         self._ray: RayDefault | None = None
         self._sent = SentQueues()
         """What may wait at each replica, while somebody who decides looks at it."""
@@ -256,6 +270,42 @@ class Placement:
         if self._ray is not None:
             self._ray.died(replica.replica_id)
 
+    def note_full(self, replica: ReplicaState, error: ReplicaFull) -> None:
+        """Leave an endpoint alone that had no room; engines of ours tell themselves."""
+        if self._backends[replica.pool].takes_any:
+            self._full.refuse((replica.replica_id,), error.retry_after_s)
+            self._full_status[replica.replica_id] = error.status
+
+    def note_lack(
+        self, replica: ReplicaState, needs: tuple[str, bytes], is_about_model: bool
+    ) -> None:
+        """Ask a replica no more for a model or a route that it does not know."""
+        model, route = needs
+        self._lacks.refuse((replica.replica_id, model if is_about_model else route))
+
+    def note_begun(self, replica: ReplicaState, needs: tuple[str, bytes]) -> None:
+        """Note that a replica has begun to answer."""
+        self._full.forget((replica.replica_id,))
+        for need in needs:
+            self._lacks.forget((replica.replica_id, need))
+
+    def available(self, now_s: float) -> set[str]:
+        """Replicas that could be sent a request at a time, Unix time, seconds.
+
+        They take requests and have room, are not ejected, and, if endpoints, were heard of lately.
+        """
+        replicas = [self._table.at(row) for row in self._offered(now_s).tolist()]
+        return {
+            one.replica_id
+            for one in replicas
+            if one.status.accepting
+            and not self._outliers.ejected_s(one.replica_id)
+            and (
+                now_s - one.status.observed_at_s <= self._stale_after_s
+                or not self._backends[one.pool].takes_any
+            )
+        }
+
     def least_wait_s(self) -> float | None:
         """Shortest time until a replica could start on a prompt, seconds; None: there is none."""
         rows = self._offered(self._clock_s())
@@ -283,6 +333,7 @@ class Placement:
         if not len(rows):
             if len(left):
                 raise ReplicaFull("every endpoint has max_ongoing requests in flight")
+            self._check_rest(asked, now_s)
             return None
         manager, arm = self._manager, self._manager.arm_of(asked.request_id)
         snapshots = self._shown(rows, asked.prompt)
@@ -339,8 +390,8 @@ class Placement:
     def _candidates(self, asked: Placeable, now_s: float) -> IntArray:
         """Rows of the replicas that the request may go to, shape (num,)."""
         rows = self._fitting(asked, self._offered(now_s))
-        if not len(rows) and not asked.tried:
-            # Those that fit are stale or ejected, and only pools that do not fit are well.
+        if not len(rows):
+            # Those that fit are stale or ejected, and only others are well.
             rows = self._admitted(self._fitting(asked, self._table.offered(now_s, math.inf)))
         return rows
 
@@ -350,6 +401,13 @@ class Placement:
         if asked.tried:
             tried = [one.row for name in asked.tried if (one := table.replicas.get(name))]
             rows = rows[~np.isin(rows, tried)]
+        if self._lacks:
+            names, left_s = [table.at(row).replica_id for row in rows.tolist()], self._lacks.left_s
+            lacks = [any(left_s((name, need)) for need in asked.needs) for name in names]
+            knows = ~np.array(lacks, dtype=bool)
+            # Where none is known to know it, one is asked: it says so itself.
+            if knows.any() or asked.tried:
+                rows = rows[knows]
         fitting = self.fitting(asked)
         if len(fitting) < len(self._backends):
             # None may be in flight at the others.
@@ -357,6 +415,22 @@ class Placement:
                 np.array([np.inf if name in fitting else 0.0 for name in table.pools]), rows
             )
         return rows
+
+    def _check_rest(self, asked: Placeable, now_s: float) -> None:
+        """Find out whether a request has no replica because all that are left have no room.
+
+        Raises:
+            ReplicaFull: That is so.
+        """
+        if not self._full:
+            return
+        rows = self._fitting(asked, self._table.offered(now_s, math.inf)).tolist()
+        names = [self._table.at(row).replica_id for row in rows]
+        rests_s = {name: left_s for name in names if (left_s := self._full.left_s((name,)))}
+        if rests_s:
+            name = min(rests_s, key=lambda one: rests_s[one])
+            reason = "every endpoint has said lately that it has no room"
+            raise ReplicaFull(reason, self._full_status[name], rests_s[name])
 
     def _with_room(self, rows: IntArray) -> IntArray:
         """Rows of the replicas with fewer requests in flight than their pool's `max_ongoing`."""
@@ -380,7 +454,13 @@ class Placement:
         return self._admitted(rows)
 
     def _admitted(self, rows: IntArray) -> IntArray:
-        """Those of some rows that are not ejected; all, where there are no others."""
+        """Those of some rows that have room and are not ejected.
+
+        Where all that have room are ejected, they are offered all the same.
+        """
+        if self._full:
+            names = [self._table.at(row).replica_id for row in rows.tolist()]
+            rows = rows[np.array([not self._full.left_s((name,)) for name in names], dtype=bool)]
         outliers = self._outliers
         if not outliers.watches:
             return rows

@@ -30,6 +30,7 @@ class ErrorEvent(BadEvent):
     def __init__(self, event: dict[str, Any]) -> None:
         """Keep what it says; the text does not, since it may name what is behind the server."""
         super().__init__("it answered with an error event")
+        self.event = event
         error = event.get("error")
         message = error.get("message") if isinstance(error, dict) else None
         self.message = message if isinstance(message, str) else "no reason given"

@@ -51,8 +51,8 @@ class UpstreamError(ConnectionError):
     """An endpoint that broke its connection; the text says how, as part of a sentence."""
 
 
-class ConnectTimeout(UpstreamError):
-    """An endpoint that took no connection in time."""
+class ConnectFailed(UpstreamError):
+    """An endpoint that took no connection, or not in time."""
 
 
 def url_of(address: str, port: int) -> str:
@@ -456,10 +456,10 @@ class UpstreamClient:
         except TimeoutError as error:
             if limit.expired():
                 text = f"took no connection in {self.connect_s:g} s"
-                raise ConnectTimeout(text) from None
-            raise UpstreamError(f"takes no connection: {error.strerror}") from None
+                raise ConnectFailed(text) from None
+            raise ConnectFailed(f"takes no connection: {error.strerror}") from None
         except OSError as error:
-            raise UpstreamError(f"takes no connection: {error.strerror or error}") from None
+            raise ConnectFailed(f"takes no connection: {error.strerror or error}") from None
         self._made.add(connection)
         return connection
 

@@ -108,13 +108,15 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
     @router.get("/v1/pools", dependencies=may_see_all, responses=denied)
     async def pools() -> dict[str, Any]:
         """Tell what is known of every replica: speed, state and its age."""
-        now_s = gateway.refresh()
-        replicas = gateway.table.replicas.values()
-        ejected_s = gateway.outliers.ejected_s
+        now_s, available = gateway.refresh(), gateway.available()
         return {
             "replicas": [
-                {**_describe_replica(one, now_s), "ejected_s": ejected_s(one.replica_id)}
-                for one in replicas
+                {
+                    **_describe_replica(one, now_s),
+                    "ejected_s": gateway.outliers.ejected_s(one.replica_id),
+                    "available": one.replica_id in available,
+                }
+                for one in gateway.table.replicas.values()
             ]
         }
 
@@ -126,20 +128,20 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
 
     @router.get("/healthz")
     async def healthz() -> JSONResponse:
-        """Say that the gateway takes requests, and how many replicas it knows; 503: it drains."""
-        gateway.refresh()
-        status = "draining" if gateway.draining else "ok"
+        """Say whether requests can be answered, and how many replicas are known; 503: they cannot.
+
+        The status is `ok`, `draining`, or `unavailable` where no replica could answer.
+        """
+        status = _status(gateway)
         return JSONResponse(
             {"status": status, "replicas": len(gateway.table.replicas)},
-            status_code=503 if gateway.draining else 200,
+            status_code=200 if status == "ok" else 503,
         )
 
     @router.get("/health", include_in_schema=False)
     async def health() -> Response:
         """As vLLM's: an empty answer, with 200 where requests can be answered."""
-        gateway.refresh()
-        well = not gateway.draining and (gateway.cluster.decide_only or gateway.table.replicas)
-        return Response(status_code=200 if well else 503)
+        return Response(status_code=200 if _status(gateway) == "ok" else 503)
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -152,6 +154,12 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
         return HTMLResponse(page, headers={"content-security-policy": _PAGE_MAY})
 
     return router
+
+
+def _status(gateway: Gateway) -> str:
+    if gateway.draining:
+        return "draining"
+    return "ok" if gateway.cluster.decide_only or gateway.available() else "unavailable"
 
 
 def describe(gateway: Gateway) -> GatewayPolicyAnswer:

@@ -102,7 +102,8 @@ async def _on_turned_away(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_refused(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Refused)
-    answer = _answer(request, str(error), 429)
+    answer = _answer(request, str(error), error.status)
+    answer.raw_headers.extend(error.headers)
     if error.over is not None:
         told = openai_error(str(error), error.over.kind, code=error.over.code)
         answer = JSONResponse({"error": told}, status_code=429)
@@ -112,7 +113,9 @@ async def _on_refused(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_unserved(request: Request, error: Exception) -> JSONResponse:
-    return _answer(request, str(error), 400 if isinstance(error, Unanswerable) else 503)
+    if isinstance(error, Unanswerable):
+        return _answer(request, str(error), error.status, "model" if error.status == 404 else None)
+    return _answer(request, str(error), 503)
 
 
 async def _on_rejected(request: Request, error: Exception) -> Response:

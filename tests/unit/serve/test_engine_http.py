@@ -285,7 +285,7 @@ def test_a_replica_that_is_gone_is_ejected_and_one_that_dies_ends_its_answers_wi
             assert [one.status_code for one in again] == [200] * 3
         assert gateway.outliers.watches
 
-    run(test, 2)
+    run(test, 2, outlier_ejection={"consecutive_failures": 1})
 
 
 def test_full_engines_are_429():

@@ -189,7 +189,8 @@ def test_what_keys_have_used_holds_whichever_policy_the_cluster_file_names(tmp_p
 
     async def use(client, gateway, lifecycle):
         assert isinstance(gateway.limits.admit(caller, 80), Grant)
-        gateway.outliers.fail("a-0", 0.0)
+        for _ in range(3):
+            gateway.outliers.fail("a-0", 0.0)
         await lifecycle.save()
 
     async def ask_again(client, gateway, lifecycle):
@@ -204,7 +205,7 @@ def test_what_keys_have_used_holds_whichever_policy_the_cluster_file_names(tmp_p
 
 def test_an_ejection_outlives_a_crash_though_its_replica_is_found_after_others(tmp_path):
     async def fail(client, gateway, lifecycle):
-        for _ in range(6):  # 32 s at the last.
+        for _ in range(8):  # Ejected by the third, and for 32 s at the last.
             gateway.outliers.fail("b-0", math.inf)
         await lifecycle.save()
 
@@ -229,7 +230,8 @@ def test_a_canary_goes_on_with_its_share_its_evidence_and_its_requests(tmp_path)
         for i in range(60):
             experiment.test.record(i % 3 == 0, i % 7 != 0, 10 + i, 5 + i)
         gateway.manager.policy.breaker.fail(too_slow=True)
-        gateway.outliers.fail("a-0", 0.0)
+        for _ in range(3):
+            gateway.outliers.fail("a-0", 0.0)
         await lifecycle.save()
         return [experiment.arm_of(str(i)) for i in range(100)], experiment.test.saved()
 

@@ -355,5 +355,5 @@ def test_two_carriers_count_together_exactly(tmp_path, stream):
 
 def test_a_refusal_survives_the_wire():
     over = OverLimit("no", 3, "insufficient_quota", "insufficient_quota", [(b"a", b"b c")])
-    assert read_refusal(write_refusal("refused", "no", 3, over)) == ("refused", "no", 3, over)
-    assert read_refusal(write_refusal("draining", "no", 0, None)) == ("draining", "no", 0, None)
+    for told in (("refused", "no", 429, 3, over), ("draining", "no", 503, 0, None)):
+        assert read_refusal(write_refusal(*told)) == told

@@ -128,7 +128,7 @@ def test_columns_make_the_same_rows_as_objects(tmp_path):
     assert (candidate["num_waiting"], candidate["mean_response_s"]) == (2, None)
     assert candidate["predicted_wait_s"] is None
     assert rows[1]["candidates"][0]["score"] is None
-    assert {row["format_version"] for row in rows} == {5}
+    assert {row["format_version"] for row in rows} == {6}
 
 
 def test_many_rows_make_several_files(tmp_path, monkeypatch):

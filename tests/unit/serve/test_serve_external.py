@@ -29,6 +29,7 @@ PROFILE = {
     "iteration_s": 0.01, "prefill_token_s": 1e-5, "sequence_s": 0.0005, "max_batch": 8,
     "token_budget": 256, "kv_capacity_tokens": 20_000,
 }  # fmt: skip
+AT_ONCE = {"base_s": 60.0, "consecutive_failures": 1}
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 8, "stream": True}
 
 
@@ -109,8 +110,7 @@ def test_requests_of_an_endpoint_that_hangs_go_elsewhere_and_it_is_ejected(sends
         shown = (await client.get("/v1/pools")).json()["replicas"]
         assert [one["ejected_s"] > 0 for one in shown] == [False, False, False, True]
 
-    ejection = {"base_s": 60.0}
-    run(test, 4, deadlines={"first_token_s": 0.5}, outlier_ejection=ejection)
+    run(test, 4, deadlines={"first_token_s": 0.5}, outlier_ejection=AT_ONCE)
 
 
 def test_an_endpoint_that_takes_no_connection_costs_no_answer():
@@ -130,7 +130,7 @@ def test_an_endpoint_that_takes_no_connection_costs_no_answer():
         assert [text_of(one) for one in answers] == ["ok"] * 4
         assert (there.num_asked, len(tried), pools_metric(gateway, "ejections_total")) == (4, 1, 1)
 
-    run(test, 2, deadlines={"connect_s": 0.1}, outlier_ejection={"base_s": 60.0})
+    run(test, 2, deadlines={"connect_s": 0.1}, outlier_ejection=AT_ONCE)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_an_answer_that_comes_at_once_has_time_for_each_token_that_it_may_have()
         assert (hung.num_asked, pools_metric(gateway, "ejections_total")) == (1, 1.0)
 
     deadlines = {"first_token_s": 0.1, "whole_per_token_s": 0.01}
-    run(test, 2, deadlines=deadlines, outlier_ejection={"base_s": 60.0})
+    run(test, 2, deadlines=deadlines, outlier_ejection=AT_ONCE)
 
 
 def test_an_answer_of_any_length_that_comes_at_once_has_the_time_of_a_whole_answer():
@@ -259,7 +259,7 @@ def test_an_event_that_cannot_be_read_is_the_endpoints_failure(event):
         assert [text_of(one) for one in answers] == ["ok"] * 3
         assert endpoints[1].num_asked == 1
 
-    run(test, 2, outlier_ejection={"base_s": 60.0})
+    run(test, 2, outlier_ejection=AT_ONCE)
 
 
 def test_equally_idle_endpoints_take_turns():

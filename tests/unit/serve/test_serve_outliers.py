@@ -17,7 +17,7 @@ class Clock:
 
 def a_detector(**fields):
     clock = Clock()
-    return OutlierDetector(OutlierEjection(**fields), clock), clock
+    return OutlierDetector(OutlierEjection(**{"consecutive_failures": 1, **fields}), clock), clock
 
 
 def test_every_failure_doubles_the_time_for_which_a_replica_is_left_out():
