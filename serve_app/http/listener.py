@@ -109,6 +109,16 @@ class _RequestParser(httptools.HttpRequestParser):
         return b"\r\n".join((*lines, b"", b""))
 
 
+class _UntilClose(int):
+    """Length of a body that ends with its connection: uvicorn's count of what is left of it."""
+
+    def __sub__(self, _: int) -> _UntilClose:
+        return self
+
+    def __lt__(self, _: int) -> bool:
+        return False
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """One connection: uvicorn's, with a limited head and a place that must be free."""
 
@@ -194,6 +204,10 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(self.pipeline) == 1:
             # uvicorn reads no more while a request waits, and who does not read hears of no end.
             self.flow.resume_reading()
+        if self.cycle is not None and self.scope["http_version"] == "1.0":
+            # It knows no chunks.
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = _UntilClose()
         if self.cycle is not None:
             note_connection(self.scope["state"], CallerConnection(self, self.cycle))
             if self._guard.hands_over:
