@@ -57,7 +57,9 @@ class Deadlines(FrozenModel):
     """Until the head of the answer; None: only the first token has a deadline. vLLM sends it before
     it computes, others with the first token."""
     first_token_s: Annotated[float, Field(gt=0)] = 60.0
-    """Until the first token, the endpoint's queue included; the request is then sent elsewhere."""
+    """Silence before the first token, the endpoint's queue included, and as much longer as the
+    prompt takes by the pool's profile. The request is then sent elsewhere, unless the endpoint
+    still answers its scraper: one that is at work has `total_s`."""
     whole_per_token_s: Annotated[float, Field(ge=0)] = 0.25
     """An answer that is not streamed comes at its end: so long after `first_token_s` for each token
     that it may have. It is sent elsewhere, too. Without `max_tokens` it has `total_s`."""
@@ -144,6 +146,9 @@ class ExternalPool(FrozenModel):
     api_key_env: str | None = None
     """Environment variable that holds the endpoints' bearer token."""
     deadlines: Deadlines = Deadlines()
+    commit: Literal["first_token", "first_byte"] = "first_token"
+    """What of a stream is handed on at once: from its first token on, until which another endpoint
+    can still answer, or all of it, with its head and the comments before a token."""
 
 
 AnyPool = Annotated[Pool | ExternalPool, Field(discriminator="kind")]
@@ -326,6 +331,10 @@ class Placement(FrozenModel):
     by hand, of keys. None: only the last 200 are kept, in memory and in the state file."""
     tls: TlsFiles | None = None
     """With what callers are spoken to; None: plain HTTP, for a proxy in front."""
+    sse_keep_alive_interval_s: Annotated[float, Field(gt=0)] | None = None
+    """Time between comments that whoever waits for a stream to begin is sent, so that no proxy
+    between takes the connection for dead. With the first one the status is 200, and what goes wrong
+    later is an event. None: there are none."""
 
 
 FORMAT_VERSION: Literal[1] = 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -36,7 +34,7 @@ from serve_app.gateway.forwarding import (
 from serve_app.gateway.generation import ReplicaFailed, ReplicaFull, ReplicaRefused, ReplicaTooSmall
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.replicas import EngineStatus, ReplicaTable
-from serve_app.gateway.sse import PEEK_BYTES, ErrorEvent, peek_whole
+from serve_app.gateway.sse import PEEK_BYTES, ErrorEvent, error_in, peek_whole
 from serve_app.gateway.upstream import Connection, Origin
 from serve_app.ray_serve.router_registry import ROUTERS
 from serve_app.router import profile_of, status_of
@@ -91,7 +89,7 @@ class _EngineForwarder(Forwarder):
         return ReplicaRefused(f"{self.which}: {error.message}")
 
     def _refusal(self, connection: Connection, text: bytes) -> ReplicaFailed:
-        status, reason = connection.status, f"{self.which}: {_error_in(text).message}"
+        status, reason = connection.status, f"{self.which}: {error_in(text).message}"
         if status == 429:
             return ReplicaFull(reason)
         if status == 503:
@@ -121,19 +119,10 @@ class _EngineForwarder(Forwarder):
             held += piece
             patience.wait_again()
         if held.startswith(_ERROR):
-            raise _error_in(bytes(held))
+            raise error_in(bytes(held))
         num_tokens, reason = peek_whole(bytes(held[-PEEK_BYTES:]))
         attempt.take(num_tokens, reason)
         await hand_on_held(connection, attempt, bytes(held))
-
-
-def _error_in(text: bytes) -> ErrorEvent:
-    """Read an error object."""
-    with contextlib.suppress(ValueError):
-        found = json.loads(text)
-        if isinstance(found, dict):
-            return ErrorEvent(found)
-    return ErrorEvent({})
 
 
 class ServeBackend:

@@ -40,7 +40,10 @@ class ExternalBackend:
             for url in (str(one.url).rstrip("/") for one in pool.endpoints)
         }
         self._key = _key_line(pool)
-        self._forwarder = Forwarder(f"an endpoint of pool {self.name!r}", pool.deadlines)
+        self._forwarder = Forwarder(
+            f"an endpoint of pool {self.name!r}", pool.deadlines, pool.profile.prefill_token_s,
+            at_once=pool.commit == "first_byte",
+        )  # fmt: skip
         failures = metrics.scrape_failures.labels(pool.name)
         client = self._forwarder.client
         self._scrapers = [

@@ -23,7 +23,7 @@ from serve_app.gateway.generation import (
     RequestRejected,
 )
 from serve_app.gateway.replicas import EngineStatus
-from serve_app.gateway.sse import BadEvent, ErrorEvent, EventPeek, last_part, peek_whole
+from serve_app.gateway.sse import ErrorEvent, EventPeek, last_part, peek_whole
 from serve_app.gateway.upstream import (
     ConnectFailed,
     Connection,
@@ -34,6 +34,8 @@ from serve_app.gateway.upstream import (
 
 _MAX_HELD_BYTES = 1 << 20
 """Of an answer that has not begun: from then on another endpoint cannot give it."""
+_ALIVE_S = 5.0
+"""Time for which an endpoint counts as alive that has answered its scraper, whatever it said."""
 _EVENTS = b"text/event-stream"
 _JSON: Headers = ((b"content-type", b"application/json"),)
 _HANDED_BACK = frozenset(
@@ -72,16 +74,21 @@ class EndpointAsRayReplica:
 class Forwarder:
     """Has the endpoints of one pool answer; each request has the pool's deadlines."""
 
-    def __init__(self, which: str, deadlines: Deadlines) -> None:
+    def __init__(
+        self, which: str, deadlines: Deadlines, prefill_token_s: float = 0.0, at_once: bool = False
+    ) -> None:
         """Ask nothing yet.
 
         Args:
             which: An endpoint, as callers may know it: the text does not say where it is.
             deadlines: Of each request.
+            prefill_token_s: Time for each token of a prompt that the first token has in addition.
+            at_once: Whether a stream is handed on from its head on, rather than its first token.
         """
         self.which = which
         self.client = UpstreamClient(deadlines.connect_s)
-        self._deadlines = deadlines
+        self._deadlines, self._prefill_token_s = deadlines, prefill_token_s
+        self._at_once = at_once
 
     async def forward(self, origin: Origin, headers: bytes, body: bytes, attempt: Attempt) -> None:
         """Have one endpoint answer; being cancelled closes its connection.
@@ -96,9 +103,10 @@ class Forwarder:
             ReplicaFailed: It does not answer, not in time, or not as it should.
             RequestRejected: It has something against the request.
         """
-        call = attempt.request.call
+        request, call = attempt.request, attempt.request.call
         head = origin.head(b"POST", call.path, headers, len(body))
-        patience = Patience(self._deadlines, attempt.request)
+        prefill_s = self._prefill_token_s * len(request.token_ids)
+        patience = Patience(self._deadlines, request, prefill_s)
 
         def watch(connection: Connection) -> None:
             attempt.note_send()
@@ -110,8 +118,9 @@ class Forwarder:
             patience.has_head = True
             await self._check_status(connection)
             self._read_head(connection, attempt)
-            if _sends_events(connection, call):
-                await _hand_on_events(connection, attempt, patience)
+            is_encoded = any(name == b"content-encoding" for name, _ in connection.headers)
+            if _sends_events(connection, call) and not is_encoded:
+                await _hand_on_events(connection, attempt, patience, self._at_once)
             else:
                 await self._hand_on_whole(connection, attempt, patience)
         except _TooLate as error:
@@ -122,8 +131,6 @@ class Forwarder:
             raise ReplicaFailed(f"{self.which} {error}") from None
         except ErrorEvent as error:
             raise self._told_failure(error) from None
-        except BadEvent as error:
-            raise ReplicaFailed(f"{self.which} failed: {error}") from None
         finally:
             patience.stop()
             if connection is not None:
@@ -173,13 +180,15 @@ class Forwarder:
     ) -> None:
         """Hand on an answer that comes at once, when it is there, or is too long to be kept."""
         downstream, held, tail = attempt.downstream, bytearray(), b""
+        # Events that are encoded come one by one, and nobody here can read them.
+        most_held = 0 if _sends_events(connection, attempt.request.call) else _MAX_HELD_BYTES
         while piece := await connection.read():
             tail = last_part(tail, piece)
             if downstream.begun:
                 await downstream.write(piece)
             else:
                 held += piece
-                if len(held) > _MAX_HELD_BYTES:
+                if len(held) > most_held:
                     patience.begin()
                     await downstream.begin(connection.status, _handed_back(connection))
                     await downstream.write(bytes(held))
@@ -213,9 +222,11 @@ def _handed_back(connection: Connection) -> Headers:
     ]
 
 
-async def _hand_on_events(connection: Connection, attempt: Attempt, patience: Patience) -> None:
+async def _hand_on_events(
+    connection: Connection, attempt: Attempt, patience: Patience, at_once: bool
+) -> None:
     """Hand on a stream, from its first token on: until then another endpoint can still answer."""
-    peek, downstream, held = EventPeek(), attempt.downstream, bytearray()
+    peek, downstream, held, rest = EventPeek(), attempt.downstream, bytearray(), b""
 
     def take(piece: bytes, chunk: bytes | None) -> bool:
         """Hand on what is nothing but tokens, if that need not wait: no task is woken for it."""
@@ -227,31 +238,36 @@ async def _hand_on_events(connection: Connection, attempt: Attempt, patience: Pa
         patience.wait_again()
         return True
 
-    while piece := await connection.read(take if downstream.begun else None):
-        try:
-            lines = peek.feed(piece)
-        except ErrorEvent as error:
-            if downstream.begun:
+    if at_once:
+        await downstream.begin(connection.status, _handed_back(connection))
+    try:
+        while piece := await connection.read(take if downstream.begun else None):
+            try:
+                lines = peek.feed(piece)
+            except ErrorEvent as error:
+                if downstream.begun and error.before:
+                    attempt.take(peek.num_tokens)
+                    await downstream.write(error.before)
+                raise
+            if not downstream.begun:
+                held += lines
+                lines = bytes(held) if peek.num_tokens or len(held) > _MAX_HELD_BYTES else b""
+                if lines:
+                    await downstream.begin(connection.status, _handed_back(connection))
+            if peek.num_tokens:
+                patience.begin()
                 attempt.take(peek.num_tokens)
-                await downstream.write(error.before)
+            if lines:
+                await downstream.write(lines)
+            patience.wait_again()
+        rest = peek.rest()
+    except (UpstreamError, _TooLate):
+        if not peek.is_complete:
             raise
-        if not downstream.begun:
-            held += lines
-            if not (peek.num_tokens or len(held) > _MAX_HELD_BYTES):
-                continue
-            lines = bytes(held)
-            patience.begin()
-            attempt.take(peek.num_tokens)
-            await downstream.begin(connection.status, _handed_back(connection))
-        else:
-            attempt.take(peek.num_tokens)
-        if lines:
-            await downstream.write(lines)
-        patience.wait_again()
-    rest = peek.rest()
-    if not peek.has_ended:
+    is_cut = connection.ends_by_close and peek.is_known
+    if not (peek.has_ended or (peek.num_tokens and not is_cut)):
         raise UpstreamError("ended its answer without a reason")
-    attempt.take(peek.num_tokens, peek.finish_reason or "stop")
+    attempt.take(peek.num_tokens, None if peek.has_failed else peek.finish_reason or "stop")
     if not downstream.begun:
         await downstream.begin(connection.status, _handed_back(connection))
         rest = bytes(held) + rest
@@ -272,7 +288,7 @@ _LATE = {
 }
 
 
-def _whole_s(deadlines: Deadlines, request: InferenceRequest) -> float | None:
+def _whole_s(deadlines: Deadlines, request: InferenceRequest, first_s: float) -> float | None:
     """Time for an answer that comes at once; None: it is a stream."""
     call = request.call
     if call.stream:
@@ -280,21 +296,23 @@ def _whole_s(deadlines: Deadlines, request: InferenceRequest) -> float | None:
     if call.generates and not request.max_tokens:
         # It may be as long as the model goes on.
         return deadlines.total_s
-    return deadlines.first_token_s + deadlines.whole_per_token_s * request.max_tokens
+    return first_s + deadlines.whole_per_token_s * request.max_tokens
 
 
 class Patience:
     """The deadlines of one request. A timer looks now and then what is due: a token costs nothing.
 
-    Time that the caller takes is not the endpoint's.
+    Time that the caller takes is not the endpoint's. An endpoint that is late, but answers whoever
+    asks for its metrics, is at work: elsewhere the request would begin anew.
     """
 
-    def __init__(self, deadlines: Deadlines, request: InferenceRequest) -> None:
-        """Begin to wait."""
+    def __init__(self, deadlines: Deadlines, request: InferenceRequest, prefill_s: float) -> None:
+        """Begin to wait; `prefill_s` is what the prompt takes to be read."""
         self._loop = asyncio.get_running_loop()
         self._started_s = self._since_s = self._loop.time()
         self._limits_s = deadlines
-        self._whole_s = _whole_s(deadlines, request)
+        self._first_s = deadlines.first_token_s + prefill_s // 1  # Errors name it: no fractions.
+        self._whole_s = _whole_s(deadlines, request, self._first_s)
         self.has_head = self._has_begun = False
         self._connection: Connection | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -307,10 +325,11 @@ class Patience:
 
     def begin(self) -> None:
         """Note that there is a first token."""
-        self._has_begun = True
-        self.wait_again()
-        self.stop()
-        self._timer = self._loop.call_at(self._due()[0], self._look)
+        if not self._has_begun:
+            self._has_begun = True
+            self.wait_again()
+            self.stop()
+            self._timer = self._loop.call_at(self._due()[0], self._look)
 
     def wait_again(self) -> None:
         """Note that the endpoint is waited for from now on."""
@@ -331,7 +350,8 @@ class Patience:
         if limits.first_byte_s is not None and not self.has_head:
             due.append((started_s + limits.first_byte_s, "first_byte_s", limits.first_byte_s))
         if self._whole_s is None:
-            due.append((started_s + limits.first_token_s, "first_token_s", limits.first_token_s))
+            # Signs without a token, such as comments, are signs of life.
+            due.append((self._since_s + self._first_s, "first_token_s", self._first_s))
         else:
             due.append((started_s + self._whole_s, "whole_s", self._whole_s))
         return min(due)
@@ -340,8 +360,12 @@ class Patience:
         at_s, name, limit_s = self._due()
         now_s, connection = self._loop.time(), self._connection
         assert connection is not None
+        next_s, is_late = at_s, now_s >= at_s and name in ("first_token_s", "whole_s")
+        if is_late and now_s - connection.origin.scraped_s < _ALIVE_S:
+            name, limit_s = "total_s", self._limits_s.total_s
+            at_s, next_s = self._started_s + limit_s, now_s + 1.0
         if now_s < at_s:
-            self._timer = self._loop.call_at(at_s, self._look)
+            self._timer = self._loop.call_at(min(at_s, next_s), self._look)
         elif not connection.is_waiting:
             self._timer = self._loop.call_later(min(limit_s, 1.0), self._look)
         else:

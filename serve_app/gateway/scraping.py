@@ -71,6 +71,7 @@ class Scraper:
     async def _scrape(self) -> None:
         asked_s = steady_unix_s()
         status, page = await self._client.get(self._origin, self._head, _MAX_PAGE_BYTES)
+        self._origin.scraped_s = asyncio.get_running_loop().time()
         if status != 200:
             raise ValueError(f"it answered {status}")
         self._publish(parse_vllm(page, asked_s))

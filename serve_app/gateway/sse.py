@@ -1,7 +1,8 @@
 r"""A peek at answers that are handed on as they are: how many tokens, and how they end.
 
-Events end at `\n` or `\r\n` only: other ends of lines may stand inside JSON. In JSON a quotation
-mark inside a text is escaped, so that the names below are found outside of texts only.
+Lines end at `\n`, `\r\n` or `\r`. In JSON a quotation mark inside a text is escaped, so that the
+names below are found outside of texts only. What cannot be read is somebody else's to understand:
+it counts as a token, and is handed on.
 """
 
 from __future__ import annotations
@@ -12,30 +13,48 @@ from typing import Any
 
 from serve_app.engines.base import FinishReason
 
-_MAX_LINE_BYTES = 16 << 20
+_MAX_EVENT_BYTES = 16 << 20
 _MOST_TOKENS = 10**9
 _USED = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})\b')
 _CUT = re.compile(rb'"finish_reason"\s*:\s*"length"|"status"\s*:\s*"incomplete"')
 PEEK_BYTES = 64 << 10
 """Of the end of an answer that came at once, where it says how long it is."""
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_KINDS = ("response.", "message_", "content_block_", "ping")
+"""How the types of events of OpenAI's responses and of Anthropic's messages begin."""
+_ENDS: dict[str, FinishReason | None] = {
+    "response.completed": "stop", "response.incomplete": "length", "response.failed": None,
+    "response.cancelled": None, "message_stop": "stop",
+}  # fmt: skip
+"""Those of the last one; None: the answer is no whole one."""
 
 
-class BadEvent(ValueError):
-    """An event that is not one of OpenAI's; the text says what it lacks."""
+class ErrorEvent(Exception):
+    """An event that says that the server failed, or what it has against the request."""
 
-
-class ErrorEvent(BadEvent):
-    """An event that says that the server failed."""
-
-    def __init__(self, event: dict[str, Any]) -> None:
+    def __init__(self, event: Any) -> None:
         """Keep what it says; the text does not, since it may name what is behind the server."""
         super().__init__("it answered with an error event")
-        self.event = event
-        error = event.get("error")
-        message = error.get("message") if isinstance(error, dict) else None
+        self.event: dict[str, Any] = event if isinstance(event, dict) else {"error": event}
+        error = self.event.get("error") or self.event
+        if not isinstance(error, dict):
+            error = {"message": error}
+        message = error.get("message", error.get("detail"))
         self.message = message if isinstance(message, str) else "no reason given"
+        self.code: Any = error.get("code")
+        """Such as 400, `"rate_limit_exceeded"` or None, as it came."""
+        self.type: Any = error.get("type")
+        """Such as `"BadRequestError"`, `"overloaded_error"` or None, as it came."""
         self.before = b""
-        """Whole lines that came with it, and before it."""
+        """Whole events that came with it, and before it."""
+
+
+def error_in(text: bytes) -> ErrorEvent:
+    """Read an error object; what is none gives no reason."""
+    try:
+        return ErrorEvent(json.loads(text))
+    except ValueError:
+        return ErrorEvent({})
 
 
 class EventPeek:
@@ -48,30 +67,44 @@ class EventPeek:
         """Expect the first event."""
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
-        self._tail = bytearray()
+        self.has_failed = False
+        """Whether the answer has ended, and said itself that it is no whole one."""
+        self.is_known = False
+        """Whether any event was one of OpenAI's or Anthropic's."""
         self._is_done = False
+        self._choices: dict[Any, bool] = {}
+        """Whether each choice has ended, by its index."""
+        self._tail = bytearray()
+        self._name, self._data = b"", bytearray()
+        """Of an event that is not whole, and whose first line of data says nothing by itself."""
+        self._follows_cr = self._is_odd = self._is_plain = False
 
     @property
     def has_ended(self) -> bool:
-        """Whether the answer has come to its end."""
+        """Whether the answer has come to its end, or one of its choices has."""
         return self._is_done or self.finish_reason is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing that may follow is part of the answer."""
+        return self._is_done or (self.finish_reason is not None and all(self._choices.values()))
 
     def feed(self, data: bytes) -> bytes:
         """Take what came; return the lines of it that are whole.
 
         Raises:
             ErrorEvent: An event says that the server failed.
-            BadEvent: An event cannot be read and is before the first token, or a line is longer
-                than 16 MiB.
         """
-        end = data.rfind(b"\n") + 1
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if not end:
-            self._hold(data)
-            return b""
+            self._tail += data
+            if len(self._tail) <= _MAX_EVENT_BYTES:
+                return b""
+            self._take_unknown()
+            return self._cut_tail()
         lines = data if end == len(data) else data[:end]
         if self._tail:
-            lines = bytes(self._tail) + lines
-            self._tail.clear()
+            lines = self._cut_tail() + lines
         if end < len(data):
             self._tail += data[end:]
         self._look(lines)
@@ -82,72 +115,124 @@ class EventPeek:
 
         0: it is not, or may be something else. Nothing is noted of it: `feed` it otherwise.
         """
-        if self._tail or not self.num_tokens or data[-1:] != b"\n" or _may_matter(data):
+        if self._tail or not self._is_plain or data[-1:] != b"\n" or _may_matter(data):
             return 0
         return _num_events(data)
 
     def rest(self) -> bytes:
         """Return what came after the last whole line, once there is no more."""
-        rest = bytes(self._tail)
-        if rest:
-            self._look(rest)
+        rest = self._cut_tail()
+        self._look(rest)
+        self._end_event()
         return rest
 
-    def _hold(self, data: bytes) -> None:
-        self._tail += data
-        if len(self._tail) > _MAX_LINE_BYTES:
-            raise BadEvent(f"it sent a line longer than {_MAX_LINE_BYTES} bytes")
+    def _cut_tail(self) -> bytes:
+        tail = bytes(self._tail)
+        self._tail.clear()
+        return tail
+
+    def _take_unknown(self) -> None:
+        self.num_tokens += 1
+        self._is_odd, self._is_plain = True, False
 
     def _look(self, lines: bytes) -> None:
-        if self.num_tokens and not _may_matter(lines):
+        if self._is_plain and not _may_matter(lines):
             self.num_tokens += _num_events(lines)
             return
-        at = 0
-        for line in lines.split(b"\n"):
-            if line.startswith(b"data:"):
-                try:
-                    self._read(line[5:].strip())
-                except ErrorEvent as error:
-                    error.before = lines[:at]
-                    raise
-            at += len(line) + 1
+        at = start = int(self._follows_cr and lines.startswith(b"\n"))
+        for line in lines[at:].splitlines(keepends=True):
+            try:
+                self._take_line(line.rstrip(b"\r\n").removeprefix(_BYTE_ORDER_MARK))
+            except ErrorEvent as error:
+                error.before = lines[:start]
+                raise
+            at += len(line)
+            if not (self._data or self._name):
+                start = at
+        self._follows_cr = lines.endswith(b"\r")
+        self._is_odd |= b"\r" in lines.replace(b"\r\n", b"")
+        self._is_plain = self.num_tokens > 0 and not (self._is_odd or self.has_ended)
 
-    def _read(self, data: bytes) -> None:
-        if data == b"[DONE]":
+    def _take_line(self, line: bytes) -> None:
+        name, _, value = line.partition(b":")
+        if not line:
+            self._end_event()
+        elif name == b"event":
+            self._name = value.strip()
+        elif name in (b"data", b"error"):  # llama.cpp has both.
+            self._name = self._name if name == b"data" else name
+            self._take_data(value.strip())
+        elif name not in (b"", b"id", b"retry"):
+            self._take_unknown()
+
+    def _take_data(self, value: bytes) -> None:
+        """Read a line of data, unless it says something together with others only."""
+        if value == b"[DONE]":
             self._is_done = True
-            return
+        elif self._data or not self._is_read(value):
+            self._data += value + b"\n"
+            if len(self._data) > _MAX_EVENT_BYTES:
+                self._end_event()
+
+    def _end_event(self) -> None:
+        """Read an event whose lines say nothing each by itself."""
+        if self._data:
+            data, self._data = bytes(self._data), bytearray()
+            self._is_odd = True
+            if not self._is_read(data):
+                if self._name == b"error":
+                    raise ErrorEvent(data.decode(errors="replace").strip())
+                self._take_unknown()
+        self._name = b""
+
+    def _is_read(self, data: bytes) -> bool:
+        """Note what an event says; False: it is no JSON."""
+        if not data:
+            return True
         try:
             event = json.loads(data)
-            if event.get("error"):
-                raise ErrorEvent(event)
+        except (ValueError, RecursionError):
+            return False
+        try:
             self._note(event)
-        except (ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:
-            if isinstance(error, BadEvent):
-                raise
-            if not self.num_tokens:
-                text = f"it sent an event that cannot be read: {error!r:.100}"
-                raise BadEvent(text) from None
-            self.num_tokens += 1
+        except (ValueError, AttributeError, TypeError, LookupError):
+            self._take_unknown()
+        return True
 
-    def _note(self, event: dict[str, Any]) -> None:
-        grows, kind = False, event.get("type") or ""
-        for choice in event.get("choices") or ():
+    def _note(self, event: Any) -> None:
+        if self._name == b"error":
+            raise ErrorEvent(event)
+        kind, choices = event.get("type") or "", event.get("choices")
+        has_error = event.get("error") and not kind.startswith("response.")
+        if has_error or "error" in (kind, event.get("object")):
+            raise ErrorEvent(event)
+        is_known = kind.startswith(_KINDS) if kind else "usage" in event
+        grows = choices is None and (not is_known or kind.endswith((".delta", "_block_delta")))
+        self.is_known |= is_known or choices is not None
+        for choice in choices or ():
             delta = choice.get("delta") or {}
             # A model that reasons or calls tools is at work.
             grows |= bool(choice.get("text")) or any(delta[key] for key in delta if key != "role")
-            if choice.get("finish_reason"):
-                self.finish_reason = "length" if choice["finish_reason"] == "length" else "stop"
-        answer = event.get("response") or event
-        if kind in ("response.completed", "response.incomplete"):
-            self.finish_reason = "stop" if kind == "response.completed" else "length"
-        usage = answer.get("usage")
-        if usage:
-            used = usage.get("completion_tokens")
-            used = usage["output_tokens"] if used is None else used
+            index, reason = choice.get("index", 0), choice.get("finish_reason")
+            self._choices[index] = bool(reason) or self._choices.get(index, False)
+            self._end_with(reason)
+        if kind == "message_delta":
+            self._end_with(event["delta"].get("stop_reason"))
+        elif kind in _ENDS:
+            self._is_done, self.has_failed = True, _ENDS[kind] is None
+            self.finish_reason = self.finish_reason or _ENDS[kind]
+        usage = (event.get("response") or event).get("usage") or {}
+        used = usage.get("completion_tokens")
+        used = usage.get("output_tokens") if used is None else used
+        if used is None:
+            self.num_tokens += grows
+        else:
             # Metrics and decisions are told of it: no number is too large or negative there.
             self.num_tokens = int(min(max(used, 0), _MOST_TOKENS))
-        else:
-            self.num_tokens += grows or kind.endswith(".delta")
+
+    def _end_with(self, reason: str | None) -> None:
+        if reason:
+            self.finish_reason = "length" if reason in ("length", "max_tokens") else "stop"
 
 
 def _num_events(lines: bytes) -> int:
@@ -163,7 +248,7 @@ def _may_matter(lines: bytes) -> bool:
         or b'"usage":{' in lines
         or b'"usage": {' in lines
         or b"[DONE]" in lines
-        or b'{"error"' in lines
+        or b"error" in lines
         or b'"response":{' in lines
         or b'"response": {' in lines
     )

@@ -8,6 +8,7 @@ others cost).
 from __future__ import annotations
 
 import asyncio
+import math
 import select
 import socket
 import ssl
@@ -60,7 +61,7 @@ def url_of(address: str, port: int) -> str:
     return f"http://{f'[{address}]' if ':' in address else address}:{port}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Origin:
     """Where an endpoint is."""
 
@@ -75,6 +76,8 @@ class Origin:
     """Host and port as the URL has them."""
     idle: list[Connection] = field(default_factory=list, repr=False, compare=False)
     """Its connections that wait for a request, the last used one last."""
+    scraped_s: float = field(default=-math.inf, repr=False, compare=False)
+    """When it last answered whoever asked for its metrics, by the loop's clock."""
 
     @classmethod
     def of(cls, url: str) -> Origin:
@@ -120,7 +123,9 @@ class Connection(asyncio.Protocol):
         self.headers: list[tuple[bytes, bytes]] = []
         self.heard = False
         """Whether a byte of the answer has come."""
-        self._head_done = self._done = self._until_close = self._keeps = self._paused = False
+        self._head_done = self._done = self._keeps = self._paused = False
+        self.ends_by_close = False
+        """Whether nothing but the connection's end says that the answer is whole."""
         self._error: Exception | None = None
         self._pieces: list[bytes] = []
         self._num_unread = self._num_head = 0
@@ -289,7 +294,7 @@ class Connection(asyncio.Protocol):
         self._lost = True
         if self in self.origin.idle:
             self.origin.idle.remove(self)
-        if self._until_close and exc is None:
+        if self.ends_by_close and exc is None:
             self._done = True
         elif not self._done and self._error is None:
             is_gone = isinstance(exc, TimeoutError)
@@ -316,7 +321,7 @@ class Connection(asyncio.Protocol):
         self.status, self._head_done = status, True
         names = [name for name, _ in self.headers]
         sized = b"content-length" in names or b"transfer-encoding" in names
-        self._until_close = not sized and status not in _BODILESS
+        self.ends_by_close = not sized and status not in _BODILESS
         self._between_chunks = b"transfer-encoding" in names
 
     def on_chunk_header(self) -> None:
@@ -344,7 +349,7 @@ class Connection(asyncio.Protocol):
             self.headers = []
             return
         self._done = True
-        self._keeps = bool(self._parser.should_keep_alive()) and not self._until_close
+        self._keeps = bool(self._parser.should_keep_alive()) and not self.ends_by_close
 
 
 class UpstreamClient:

@@ -11,7 +11,7 @@ from sizes import scaled
 
 from serve_app.cluster import Cluster, load_cluster
 from serve_app.gateway.replicas import EngineStatus, parse_vllm
-from serve_app.gateway.sse import BadEvent, EventPeek, peek_whole
+from serve_app.gateway.sse import ErrorEvent, EventPeek, peek_whole
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -65,7 +65,7 @@ def test_a_stream_is_counted_or_refused_wherever_it_is_cut(lines, cuts, begin):
         for start, end in zip([0, *ends], [*ends, len(data)], strict=True):
             out += peek.feed(data[start:end])
         out += peek.rest()
-    except BadEvent:
+    except ErrorEvent:
         return
     assert out == data
     assert type(peek.num_tokens) is int

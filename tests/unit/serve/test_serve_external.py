@@ -33,11 +33,11 @@ AT_ONCE = {"base_s": 60.0, "consecutive_failures": 1}
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 8, "stream": True}
 
 
-def a_cluster(endpoints, deadlines, max_ongoing=1024, order="fcfs", **fields):
+def a_cluster(endpoints, deadlines, max_ongoing=1024, order="fcfs", commit="first_token", **fields):
     pool = {
         "name": "theirs", "kind": "external", "model": "m", "profile": PROFILE,
         "endpoints": [{"url": one.url} for one in endpoints], "deadlines": deadlines,
-        "max_ongoing": max_ongoing, "order": order,
+        "max_ongoing": max_ongoing, "order": order, "commit": commit,
     }  # fmt: skip
     known = {"name": "t", "description": "t", "served_model": "m", "explore_fraction": 0.0}
     return Cluster.model_validate(known | {"pools": [pool]} | fields)
@@ -250,16 +250,35 @@ def test_what_is_the_endpoints_own_failure_is_asked_elsewhere_and_says_no_addres
 
 
 @pytest.mark.parametrize(
-    "event", ["[1,2]", '{"choices":["x"]}', '{"usage":3}', "{", '{"error":{"message":"secret"}}']
-)
-def test_an_event_that_cannot_be_read_is_the_endpoints_failure(event):
+    "event",
+    [
+        'data: {"error":{"message":"secret"}}', 'event: error\ndata: secret',
+        'data: {"object":"error","message":"secret","code":500}', 'error: {"message":"secret"}',
+        'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"}}',
+    ],
+)  # fmt: skip
+def test_an_event_of_an_error_before_the_first_token_is_asked_elsewhere(event):
     async def test(client, gateway, endpoints):
-        endpoints[1].script = (f"data: {event}\n\n".encode(),)
+        endpoints[1].script = (b": secret\n\n", f"{event}\n\n".encode())
         answers = [await client.post("/v1/completions", json=BODY) for _ in range(3)]
         assert [text_of(one) for one in answers] == ["ok"] * 3
         assert endpoints[1].num_asked == 1
 
     run(test, 2, outlier_ejection=AT_ONCE)
+
+
+def test_an_endpoint_that_answers_its_scraper_is_waited_for_and_asked_once():
+    async def test(client, gateway, endpoints):
+        for one in endpoints:
+            one.delay_s = 1.5
+        await until(lambda: all(one.num_scraped for one in endpoints))
+        for stream in (True, False):
+            answer = await client.post("/v1/completions", json={**BODY, "stream": stream})
+            assert answer.status_code == 200
+        assert sum(one.num_asked for one in endpoints) == 2
+        assert pools_metric(gateway, "ejections_total") is None
+
+    run(test, 2, scrapes=True, deadlines={"first_token_s": 0.2, "whole_per_token_s": 0.0})
 
 
 def test_equally_idle_endpoints_take_turns():
