@@ -20,7 +20,7 @@ from serve_app.http.openai_schema import (
 )
 
 _JSON_HEADERS = [(b"content-type", b"application/json")]
-_EVENT_HEADERS = [
+EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -55,7 +55,7 @@ class AnswerWriter:
             opening = _encode({**self._head, "object": self.kind})
             self._opening = f'data: {opening[:-1]},"choices":['
         self._last: TextChunk | None = None
-        names = _EVENT_HEADERS if self.streams else _JSON_HEADERS
+        names = EVENT_HEADERS if self.streams else _JSON_HEADERS
         self.headers = [*names, (b"x-request-id", request_id.encode())]
 
     def add(self, chunk: TextChunk) -> bytes:

@@ -2,54 +2,94 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from typing import Any
 
 from starlette.types import Receive, Send
 
 from serve_app.cluster import SloClass
 from serve_app.gateway.exchange import Headers, InferenceRequest, RequestServer
-from serve_app.gateway.gateway import Unserved
+from serve_app.gateway.gateway import Refused, Unanswerable, Unserved
+from serve_app.gateway.generation import RequestRejected
+from serve_app.gateway.sse import error_in
+from serve_app.http.answer_writer import EVENT_HEADERS
 from serve_app.http.connection import CallerConnection
 from serve_app.http.presence import Presence
-from serve_app.http.reasons import openai_error
+from serve_app.http.reasons import kind_of, openai_error
 
 EVENTS = b"text/event-stream"
 LIMITS = b"x-ratelimit-"
+_COMMENT = b": keep-alive\n\n"
 
 
 class AsgiDownstream:
     """A caller behind an ASGI server; where the endpoint names no request, the gateway does."""
 
     def __init__(
-        self, send: Send, request_id: str, connection: CallerConnection | None = None
-    ) -> None:
-        """Send nothing yet; `connection` writes pieces of a body without a wait."""
+        self, send: Send, request: InferenceRequest, connection: CallerConnection | None = None,
+        every_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """Send nothing yet; `connection` writes without a wait, comments come each `every_s`."""
         self.begun = False
-        self.has_events = False
-        """Whether what has begun is a stream of events."""
-        self._send, self._request_id, self._connection = send, request_id.encode(), connection
+        self.has_head = self.has_events = False
+        """Whether the head has been sent, and whether it is that of a stream of events."""
+        self._send, self._request, self._connection = send, request, connection
         self._ends_line = True
         self._added: Headers = ()
+        self._every_s = every_s
+        self._comments: asyncio.Task[None] | None = None
 
     def add_headers(self, headers: Headers) -> None:
         """Have these in the head, in place of all of an endpoint's about limits."""
         self._added = headers
 
+    def comment(self) -> None:
+        """Send comments, if any are wanted, until something else is sent of the body."""
+        if self._every_s is not None:
+            self._comments = asyncio.create_task(self._comment(self._every_s))
+
+    def be_silent(self) -> None:
+        """Send no more comments."""
+        if self._comments is not None:
+            self._comments.cancel()
+            self._comments = None
+
+    async def _comment(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            if not self.has_head:
+                await self._send_head(200, EVENT_HEADERS)
+            await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+
     async def begin(self, status: int, headers: Headers) -> None:
-        """Send the head."""
+        """Send the head, unless comments had to have one.
+
+        Raises:
+            Unserved: They had, and it says something else.
+        """
         self.begun = True
+        self.be_silent()
+        if not self.has_head:
+            await self._send_head(status, headers)
+        elif not _are_events(headers):
+            raise Unserved("the endpoint answered with something else than a stream of events")
+        if self.has_events:
+            self.comment()
+
+    async def _send_head(self, status: int, headers: Headers) -> None:
         named = list(headers)
         if self._added:
             named = [one for one in named if not one[0].startswith(LIMITS)]
             named += self._added
-        names = {name: value for name, value in named}
-        self.has_events = names.get(b"content-type", EVENTS).startswith(EVENTS)
-        if b"x-request-id" not in names:
-            named.append((b"x-request-id", self._request_id))
+        if all(name != b"x-request-id" for name, _ in named):
+            named.append((b"x-request-id", self._request.request_id.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": named})
+        self.has_head, self.has_events = True, _are_events(headers)
 
     async def write(self, data: bytes) -> None:
         """Send a piece of the body; waits while the caller reads too slowly."""
+        self.be_silent()
         self._ends_line = data.endswith((b"\n\n", b"\r\n\r\n"))
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -64,12 +104,37 @@ class AsgiDownstream:
         """Send the end of the body."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def end_with_error(self, reason: str) -> None:
-        """Send an event that says why the stream ends."""
-        event = json.dumps({"error": openai_error(reason, "server_error")}, separators=(",", ":"))
-        gap = "" if self._ends_line else "\n\n"
-        await self.write(f"{gap}data: {event}\n\n".encode())
+    async def end_with_error(self, error: Exception) -> None:
+        """Send an event that says why the stream ends, as the route's clients expect it."""
+        gap = b"" if self._ends_line else b"\n\n"
+        await self.write(gap + _error_event(self._request.call.path, error))
         await self.end()
+
+
+def _are_events(headers: Headers) -> bool:
+    """Whether a body is a stream of events, to which one can be added."""
+    names = dict(headers)
+    is_stream = names.get(b"content-type", EVENTS).lower().startswith(EVENTS)
+    return is_stream and b"content-encoding" not in names
+
+
+def _error_event(path: bytes, error: Exception) -> bytes:
+    """Write why a stream ends as the clients of its route expect it."""
+    status = error.status if isinstance(error, Refused | Unanswerable) else 503
+    message, kind, code = str(error), kind_of(status), None
+    if isinstance(error, RequestRejected):
+        told = error_in(error.body)
+        message, kind, code = told.message, str(told.type or kind_of(error.status)), told.code
+    event: dict[str, Any] = {"type": "error", "message": message}
+    if path.startswith(b"/v1/messages"):
+        kind = "api_error" if kind == "server_error" else kind
+        event = {"type": "error", "error": {"type": kind, "message": message}}
+    elif path.startswith(b"/v1/responses"):
+        event |= {"code": str(code or kind), "param": None, "sequence_number": 0}
+    else:
+        event = {"error": openai_error(message, kind, code=code)}
+    name = "event: error\n" if "type" in event else ""
+    return f"{name}data: {json.dumps(event, separators=(',', ':'))}\n\n".encode()
 
 
 async def answer(
@@ -93,17 +158,21 @@ async def answer(
     Raises:
         Exception: As `Gateway.serve`, where nothing has been sent.
     """
-    downstream = AsgiDownstream(send, request.request_id, connection)
+    every_s = gateway.cluster.gateway.sse_keep_alive_interval_s if request.call.stream else None
+    downstream = AsgiDownstream(send, request, connection, every_s)
+    downstream.comment()
     with Presence(receive, connection) as caller:
         try:
             await gateway.serve(request, service_class, downstream)
-        except Unserved as error:
+        except (Refused, RequestRejected, Unserved) as error:
             caller.ignore()
-            if not downstream.begun:
+            if not downstream.has_head:
                 raise
             # What is no stream has no place for a reason: the connection breaks off.
             if downstream.has_events:
-                await downstream.end_with_error(str(error))
+                await downstream.end_with_error(error)
             return
+        finally:
+            downstream.be_silent()
     if not caller.is_gone:
         await downstream.end()
