@@ -200,7 +200,7 @@ async def run(args: Args, console: Console) -> list[dict[str, Any]]:
         needs_card = args.compare or args.slo_response_s is None or twin is not None
         card = await client.get("/v1/policy") if needs_card else {}
         words_per_token = await client.words_per_token()
-        longest = int(model.get("max_model_len", 4096))
+        longest = int(model.get("max_model_len") or 4096)
         asks = [make_asks(args, one, words_per_token, longest) for one in stretches]
         names = [one.strip() for one in (args.compare or "").split(",") if one.strip()]
         before = card.get("active", card.get("name", "as served"))

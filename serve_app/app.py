@@ -235,7 +235,7 @@ class GatewayReplica:
             self._watching = asyncio.create_task(self._access.keys.watch(self._note_keys))
         for one in self._pools.values():
             if isinstance(one, ExternalBackend):
-                one.start()
+                one.start(self._gateway.manager.note)
         if self._allocator is not None:
             self._reshaping = asyncio.create_task(self._allocator.run())
 

@@ -1,27 +1,21 @@
 """A cluster as data: pools of replicas, SLOs, and which policy decides.
 
 A pool is either ours, one Serve deployment of `serve_app.ray_serve.replica`, or external: endpoints
-that speak OpenAI's API and publish vLLM's metrics. Files are YAML; docs/serving.md has an example.
+that speak OpenAI's API. Files are YAML; docs/serving.md has an example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    HttpUrl,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
+from serve_app.endpoints import AnyEndpoint, GatewayPath, MetricNames, Pattern, ServiceDiscovery
 from serve_app.engines.base import EngineConfig
 from tokenyard.allocation.types import Parallelism
 from tokenyard.config import FrozenModel, fitted, read_fields
-from tokenyard.routing.fleet import EngineSpeed, requests_per_s
+from tokenyard.routing.fleet import EngineSpeed, IterationSpeed, requests_per_s
 
 MAX_PROMPT_TOKENS = 1 << 20
 DEFAULT_TENANT = "default"
@@ -43,6 +37,26 @@ class EngineProfile(EngineSpeed):
             context_tokens, generated_tokens,
         )  # fmt: skip
         return per_s * (context_tokens + generated_tokens) / self.max_batch
+
+
+class EndpointProfile(IterationSpeed):
+    """How fast an endpoint is; what is left out is what it says itself, or else what is assumed."""
+
+    max_batch: Annotated[int, Field(ge=1)] | None = None
+    """Where nobody says: 256, vLLM's default."""
+    token_budget: Annotated[int, Field(ge=1)] | None = None
+    """Where nobody says: 2048."""
+    kv_capacity_tokens: Annotated[float, Field(ge=1)] | None = None
+    """Where nobody says: 131072."""
+    source: Literal["declared"] = "declared"
+
+    def completed(self, max_batch: int | None, kv_capacity_tokens: float | None) -> EngineProfile:
+        """Fill in what an endpoint says of itself; None: it does not."""
+        told = {
+            "max_batch": max_batch or 256, "token_budget": 2048,
+            "kv_capacity_tokens": kv_capacity_tokens or 131_072.0,
+        }  # fmt: skip
+        return EngineProfile(**told | self.model_dump(exclude_none=True))
 
 
 class Deadlines(FrozenModel):
@@ -105,27 +119,18 @@ class Pool(FrozenModel):
         return self.max_ongoing or self.config.max_batch + self.config.max_waiting
 
 
-class Endpoint(FrozenModel):
-    """One replica of an external pool."""
-
-    url: HttpUrl
-    """Where `/v1/completions` and `/metrics` are."""
-
-    @field_validator("url")
-    @classmethod
-    def _holds_no_secret(cls, url: HttpUrl) -> HttpUrl:
-        if url.username or url.password:
-            # It names the replica in logs and on pages.
-            raise ValueError("leave user and password out; api_key_env names the token's variable")
-        return url
-
-
 class ExternalPool(FrozenModel):
-    """Servers that run already: OpenAI's API, with vLLM's Prometheus metrics at `/metrics`."""
+    """Servers that run already and speak OpenAI's API."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
     kind: Literal["external"]
-    endpoints: Annotated[tuple[Endpoint, ...], Field(min_length=1)]
+    endpoints: tuple[AnyEndpoint, ...] = ()
+    service_discovery: ServiceDiscovery | None = None
+    """More endpoints, which come and go."""
+    allowed: tuple[Pattern, ...] = ()
+    """Networks (`10.0.0.0/8`) and names of hosts (`*.llm.svc`) of endpoints that come while the
+    gateway runs. Where there are none, `POST /v1/pools` adds none, and discovery any."""
+    metrics: MetricNames = MetricNames()
     model: str
     """Name by which the endpoints know the model."""
     served_model: _ModelName | None = None
@@ -133,7 +138,7 @@ class ExternalPool(FrozenModel):
     loras: tuple[_ModelName, ...] = ()
     """LoRA adapters of the model, all on every endpoint. Callers and endpoints have the same names
     for them, which are those of models in requests (vLLM's `--lora-modules`)."""
-    profile: EngineProfile
+    profile: EndpointProfile
     """Their speed, which nobody can measure from outside without loading them."""
     max_ongoing: Annotated[int, Field(ge=1)] = 1024
     """Most requests of this gateway in flight at one endpoint; more are placed elsewhere. Where
@@ -141,7 +146,8 @@ class ExternalPool(FrozenModel):
     order: Literal["fcfs", "priority"] = "fcfs"
     """The endpoints' `--scheduling-policy`. With `priority` each request is sent with its place in
     the policy's order as vLLM's `priority`, and callers may give none of their own."""
-    max_model_tokens: Annotated[int, Field(ge=2)] = 8192
+    max_model_tokens: Annotated[int, Field(ge=2)] | None = None
+    """Longest prompt plus output; None: what the endpoints say."""
     prefix_block_tokens: Annotated[int, Field(ge=0)] = 0
     api_key_env: str | None = None
     """Environment variable that holds the endpoints' bearer token."""
@@ -149,6 +155,12 @@ class ExternalPool(FrozenModel):
     commit: Literal["first_token", "first_byte"] = "first_token"
     """What of a stream is handed on at once: from its first token on, until which another endpoint
     can still answer, or all of it, with its head and the comments before a token."""
+
+    @model_validator(mode="after")
+    def _may_have_endpoints(self) -> Self:
+        if not (self.endpoints or self.service_discovery or self.allowed):
+            raise ValueError("give endpoints, service_discovery, or what is allowed to be added")
+        return self
 
 
 AnyPool = Annotated[Pool | ExternalPool, Field(discriminator="kind")]
@@ -293,16 +305,6 @@ class OutlierEjection(FrozenModel):
     it holds one at a time, then 2, 4, ..."""
 
 
-def _absolute(path: Path) -> Path:
-    if not path.is_absolute():
-        raise ValueError(f"{path} must begin with /: it is one of the gateway's machine")
-    return path
-
-
-GatewayPath = Annotated[Path, AfterValidator(_absolute)]
-"""A file on the machine where the gateway runs."""
-
-
 class TlsFiles(FrozenModel):
     """A certificate for callers; both files are read anew when they change."""
 
@@ -392,6 +394,9 @@ class Cluster(FrozenModel):
         if self.gateway.carriers > 1 and (self.decide_only or self.allocation is not None):
             what = "without pools" if self.decide_only else "with an allocated pool"
             raise ValueError(f"a gateway {what} has one carrier")
+        changing = [one.name for one in self.external_pools if one.service_discovery or one.allowed]
+        if self.gateway.carriers > 1 and changing:
+            raise ValueError(f"endpoints of pool {changing[0]!r} come and go: have one carrier")
         return self
 
     @model_validator(mode="after")
@@ -401,7 +406,7 @@ class Cluster(FrozenModel):
             ("pool", [pool.name for pool in (*self.pools, *self.templates)]),
             ("class", [one.name for one in self.classes]),
             # By its URL an endpoint is known, and what is in flight there counted.
-            ("endpoint", [str(one.url).rstrip("/") for one in endpoints]),
+            ("endpoint", [one.address for one in endpoints]),
         ):
             twice = {name for name in names if names.count(name) > 1}
             if twice:
@@ -468,16 +473,6 @@ class Cluster(FrozenModel):
     def external_pools(self) -> tuple[ExternalPool, ...]:
         """Pools that run already."""
         return tuple(pool for pool in self.pools if isinstance(pool, ExternalPool))
-
-    @property
-    def max_model_tokens(self) -> int:
-        """Longest prompt plus output that any pool takes."""
-        return max(max_model_tokens(pool) for pool in (*self.pools, *self.templates))
-
-
-def max_model_tokens(pool: Pool | ExternalPool) -> int:
-    """Longest prompt plus output that a pool takes."""
-    return pool.config.max_model_tokens if isinstance(pool, Pool) else pool.max_model_tokens
 
 
 def load_cluster(name: str) -> Cluster:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from serve_app.cluster import Cluster, ExternalPool, Pool, max_model_tokens
+from serve_app.cluster import Cluster, ExternalPool, Pool
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,6 @@ class ServedModel:
     name: str
     parent: str | None
     """Model that it adapts; None: it is no adapter."""
-    max_model_tokens: int
-    """Longest prompt plus output that any of its pools takes."""
     own: tuple[Pool, ...]
     """Pools of ours that serve it, the template of an allocated one included."""
     has_endpoints: bool
@@ -69,7 +67,7 @@ def _served(cluster: Cluster, name: str, parent: str | None) -> ServedModel:
     pools = [one for one in (*cluster.pools, *cluster.templates) if serves(one)]
     own = tuple(one for one in pools if isinstance(one, Pool))
     return ServedModel(
-        name, parent, max(map(max_model_tokens, pools)), own, len(own) < len(pools),
+        name, parent, own, len(own) < len(pools),
         frozenset(one.name for one in cluster.pools if not serves(one)),
         not cluster.templates or any(map(serves, cluster.templates)),
         frozenset(one.name for one in cluster.pools),

@@ -35,6 +35,8 @@ class Answer:
     """What is reserved of its caller's limits; None: it has none."""
     tenant_share: float
     """Share of the service that the tenant is entitled to."""
+    max_model_tokens: float
+    """Longest prompt plus output that any pool of the model takes; infinite: nobody says."""
     suspects: list[tuple[ReplicaState, float]] = field(default_factory=list)
     """Replicas that failed it, and when each was sent it, by the outlier detector's clock. They are
     at fault if another answers it: until then the request itself may be."""
@@ -80,7 +82,8 @@ class Answer:
 
         Endpoints that tokenise themselves say what is too long: here their prompts are estimates.
         """
-        return min(len(self.wanted.token_ids) + self.wanted.max_tokens, self.model.max_model_tokens)
+        wanted = self.wanted
+        return int(min(len(wanted.token_ids) + wanted.max_tokens, self.max_model_tokens))
 
     def fits(self, backend: Backend) -> bool:
         """Whether the replicas of a pool can answer it."""

@@ -12,7 +12,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import RunningReplica
 
-from serve_app.cluster import Cluster, Pool, max_model_tokens
+from serve_app.cluster import Cluster, Pool
 from serve_app.gateway.clocks import RemoteClocks
 from serve_app.gateway.engine_wire import (
     NUM_TOKENS_HEADER,
@@ -44,9 +44,13 @@ class Backend(Protocol):
     """A pool, as the gateway uses it."""
 
     name: str
-    max_model_tokens: int
     takes_any: bool
     """Whether its replicas say themselves what they do not understand."""
+
+    @property
+    def max_model_tokens(self) -> float:
+        """Longest prompt plus output that its replicas take; infinite: nobody says."""
+        ...
 
     def refresh(self, table: ReplicaTable, now_s: float) -> None:
         """Tell the collector which replicas there are and what they published; cheap."""
@@ -136,7 +140,7 @@ class ServeBackend:
     def __init__(self, pool: Pool, handle: DeploymentHandle[Any]) -> None:
         """Connect to the deployment."""
         self.name = pool.name
-        self.max_model_tokens = max_model_tokens(pool)
+        self.max_model_tokens = pool.config.max_model_tokens
         self._pool = pool
         self._limit = handle.options(method_name="limit_batch")
         self._app_name = handle.app_name
@@ -242,8 +246,10 @@ def make_backends(
         handles: Of our own pools, by name.
         metrics: Counts scrapes that fail.
     """
+    owners: dict[str, str] = {}
     made: list[ExternalBackend | ServeBackend] = [
-        ExternalBackend(pool, cluster.served_model, metrics) for pool in cluster.external_pools
+        ExternalBackend(pool, cluster.served_model, metrics, owners)
+        for pool in cluster.external_pools
     ]
     made += [ServeBackend(pool, handles[pool.name]) for pool in cluster.own_pools]
     return {one.name: one for one in made}

@@ -5,29 +5,22 @@ A key is drawn at random with 256 bits, so its SHA-256 tells nothing about it an
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
-import logging
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
 
-import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
+from serve_app.gateway.watched_file import WatchedFile, read_message
 from tokenyard.config import FrozenModel
-
-logger = logging.getLogger(__name__)
 
 TOKEN = "token"
 """Name of the key that is the one token of all callers."""
 ADMIN_TOKEN = "admin-token"
 """Name of the key that is the token of changes."""
-_LOOK_EVERY_S = 1.0
-_MAX_FILE_BYTES = 16 << 20
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}$")]
 _Limit = Annotated[int, Field(ge=1, le=10**12)] | None
 
@@ -165,60 +158,17 @@ class KeyRing:
         return found
 
 
-class KeyFile:
+class KeyFile(WatchedFile[KeyRing]):
     """A file of keys, and what it held when it was last whole."""
 
     def __init__(self, path: Path) -> None:
-        """Name it; nothing is read yet, since it may be another machine's."""
-        self.path = path
-        self.ring = KeyRing(())
-        self.problem: str | None = None
-        """Why the file cannot be used as it is now, so that what it held before counts."""
-        self.difference = ""
-        """What the last reading has changed."""
-        self._seen: tuple[int, ...] | None = None
+        """Name it; nothing is read yet."""
+        super().__init__(path, "keys", KeyRing(()), read_keys, _difference)
 
-    def open(self) -> None:
-        """Read it for the first time.
-
-        Raises:
-            ValueError: It cannot be used.
-        """
-        self._seen = identity_of(self.path)
-        self.ring = read_keys(self.path)
-
-    def reload(self) -> bool:
-        """Read it again if it is another than before; return whether there is news.
-
-        One that cannot be used changes nothing but `problem`. It is read until it can be: what was
-        in the way may go, and leave the file as it is.
-        """
-        seen, before = identity_of(self.path), self.ring
-        if seen == self._seen and self.problem is None:
-            return False
-        try:
-            self.ring = read_keys(self.path)
-        except ValueError as error:
-            told, self.problem = self.problem, str(error)
-            if self.problem != told:
-                logger.error("%s; the keys from before still count", error)
-            return self.problem != told
-        self._seen, self.problem = seen, None
-        self.difference = _difference(before, self.ring)
-        logger.info("keys read from %s: %s", self.path, self.difference)
-        return True
-
-    async def watch(self, on_change: Callable[[], None] | None = None) -> None:
-        """Look every second whether it has changed, without end.
-
-        Args:
-            on_change: Called after it was read again, or could not be.
-        """
-        while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
-            # In a thread: many keys take a while to read.
-            if await asyncio.to_thread(self.reload) and on_change is not None:
-                on_change()
+    @property
+    def ring(self) -> KeyRing:
+        """The keys that count."""
+        return self.value
 
 
 def read_keys(path: Path) -> KeyRing:
@@ -227,26 +177,7 @@ def read_keys(path: Path) -> KeyRing:
     Raises:
         ValueError: It cannot be read, or is not as `KeysMessage`; the text names it and why.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"keys file {path}: {error.strerror}") from None
-    if len(data) > _MAX_FILE_BYTES:
-        raise ValueError(f"keys file {path} is larger than {_MAX_FILE_BYTES} bytes")
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        found = KeysMessage.model_validate(yaml.load(data, loader))
-    except ValidationError as error:
-        # The value may be a key that somebody wrote in place of its hash.
-        first = error.errors(include_input=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"keys file {path}: {field or 'it'}: {first['msg']}") from None
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        # PyYAML has lookups fail where a tag has a value of another kind.
-        place = getattr(error, "problem_mark", None)
-        where = "" if place is None else f", line {place.line + 1}"
-        raise ValueError(f"keys file {path} is no YAML{where}") from None
+    found = read_message(path, KeysMessage, "keys")
     return KeyRing(found.keys, found.without_key)
 
 
@@ -262,12 +193,3 @@ def _difference(old: KeyRing, new: KeyRing) -> str:
     if old.without_key != new.without_key:
         told.append("other limits without a key")
     return "; ".join(told) or "the same keys"
-
-
-def identity_of(path: Path) -> tuple[int, ...] | None:
-    """What changes with a file; None: it is not there."""
-    try:
-        known = os.stat(path)
-    except OSError:
-        return None
-    return known.st_mtime_ns, known.st_size, known.st_ino

@@ -76,9 +76,13 @@ class CarriedPool:
         """Stand before a pool."""
         self._pool = pool
         self.name, self.takes_any = pool.name, pool.takes_any
-        self.max_model_tokens = pool.max_model_tokens
         self.ray_replicas, self.host_loads = pool.ray_replicas, pool.host_loads
         self.by_our_clock = pool.by_our_clock
+
+    @property
+    def max_model_tokens(self) -> float:
+        """Longest prompt plus output that its replicas take."""
+        return self._pool.max_model_tokens
 
     def refresh(self, table: ReplicaTable, now_s: float) -> None:
         """Tell the collector which replicas there are and what they published."""

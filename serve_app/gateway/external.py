@@ -1,21 +1,73 @@
-"""Endpoints that run already: they speak OpenAI's API and publish vLLM's metrics."""
+"""Endpoints that run already, and come and go: they speak OpenAI's API."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
 import os
-from functools import partial
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
-from serve_app.cluster import EngineProfile, ExternalPool, max_model_tokens
+from pydantic import HttpUrl
+
+from serve_app.cluster import ExternalPool
+from serve_app.endpoints import Endpoint, Found, is_allowed
 from serve_app.engines.waiting import Arrivals, priority_of
+from serve_app.gateway.discovery import sources_of
+from serve_app.gateway.engine_metrics import StuckMetrics
 from serve_app.gateway.exchange import Attempt, Call
 from serve_app.gateway.forwarding import EndpointAsRayReplica, Forwarder
+from serve_app.gateway.generation import ReplicaFailed
 from serve_app.gateway.json_fields import replace_field, set_field
 from serve_app.gateway.metrics import Metrics
-from serve_app.gateway.replicas import EngineStatus, ReplicaTable
+from serve_app.gateway.replicas import EngineStatus, ReplicaState, ReplicaTable
 from serve_app.gateway.scraping import Scraper
 from serve_app.gateway.upstream import Origin
 from tokenyard.routing.types import OrderKey
+
+logger = logging.getLogger(__name__)
+
+Note = Callable[[str, str, str], None]
+"""Writes down what has changed, of what, and why."""
+
+
+class _Endpoint(EndpointAsRayReplica):
+    """An endpoint of a pool, and what it said last."""
+
+    def __init__(self, origin: Origin, pool: ExternalBackend) -> None:
+        super().__init__(origin.url, origin, pool.settings.max_ongoing)
+        self.draining = False
+        self.state: ReplicaState | None = None
+        self.scraper = Scraper(
+            pool.client, origin, pool.key, pool.settings.metrics,
+            lambda: pool.hear(self), pool.failures.inc,
+        )  # fmt: skip
+        self._profile, self._stuck = pool.settings.profile, StuckMetrics()
+        self._sizes: tuple[int | None, float | None] = (None, None)
+
+    def tell(self, state: ReplicaState) -> None:
+        """Write down what it said; where that lacks something, what is in flight counts."""
+        said, heard_s, info = self.scraper.reading, self.scraper.heard_s, self.scraper.info
+        capacity = said.kv_capacity_tokens or info.kv_capacity_tokens
+        if self._sizes != (info.max_batch, capacity):
+            self._sizes = info.max_batch, capacity
+            state.learn(self._profile.completed(*self._sizes))
+        num, num_uses = state.in_flight.count_at(heard_s), state.in_flight.num_changes
+        said = self._stuck.left_out(said, heard_s, num, num_uses)
+        engine, missing = said.engine or info.engine, said.missing
+        state.info = replace(info, engine=engine, kv_capacity_tokens=capacity, missing=missing)
+        waiting, running, kv_used = said.waiting, said.running, said.kv_used_fraction
+        if waiting is None:
+            waiting = 0 if running is None else max(num - running, 0)
+        running = max(num - waiting, 0) if running is None else running
+        if kv_used is None:
+            held_tokens = state.in_flight.held_tokens
+            kv_used = min(held_tokens / state.profile.kv_capacity_tokens, 1.0)
+        self.status = EngineStatus(waiting, running, kv_used, heard_s)
+        state.publish(self.status)
 
 
 class ExternalBackend:
@@ -23,62 +75,194 @@ class ExternalBackend:
 
     takes_any = True
 
-    def __init__(self, pool: ExternalPool, served_model: str, metrics: Metrics) -> None:
+    def __init__(
+        self, pool: ExternalPool, served_model: str, metrics: Metrics,
+        owners: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
         """Name the endpoints; nothing is asked before `start`.
 
         Args:
             pool: Of them.
             served_model: Name by which callers know what the pool calls `model`, unless it says.
             metrics: Counts scrapes that fail.
+            owners: Names of pools by the URLs that they have, shared by all pools.
         """
-        self.name = pool.name
-        self.max_model_tokens = max_model_tokens(pool)
-        self._pool, self._renames = pool, pool.model != (pool.served_model or served_model)
-        self._arrivals = Arrivals()
-        self._endpoints = {
-            url: EndpointAsRayReplica(url, Origin.of(url), pool.max_ongoing)
-            for url in (str(one.url).rstrip("/") for one in pool.endpoints)
-        }
-        self._key = _key_line(pool)
+        self.name, self.settings = pool.name, pool
+        self._renames = pool.model != (pool.served_model or served_model)
+        self._arrivals, self.key = Arrivals(), _key_line(pool)
         self._forwarder = Forwarder(
             f"an endpoint of pool {self.name!r}", pool.deadlines, pool.profile.prefill_token_s,
             at_once=pool.commit == "first_byte",
         )  # fmt: skip
-        failures = metrics.scrape_failures.labels(pool.name)
-        client = self._forwarder.client
-        self._scrapers = [
-            Scraper(client, one.origin, self._key, partial(self._hear, one), failures.inc)
-            for one in self._endpoints.values()
-        ]
-        self._news = dict.fromkeys(self._endpoints)
-        """Endpoints of which the table has not been told what was heard last, in order."""
+        self.client = self._forwarder.client
+        self.failures = metrics.scrape_failures.labels(pool.name)
+        self._owners = {} if owners is None else owners
+        self._in_file: Found = dict.fromkeys(one.address for one in pool.endpoints)
+        self._found: dict[str, Found] = {}
+        """Of service discovery, by source."""
+        self._added: dict[str, None] = {}
+        self._removed: set[str] = set()
+        """By hand, as those that were added."""
+        self._problems: dict[str, str] = {}
+        """By source."""
+        self._taken: dict[str, str] = {}
+        """Endpoints that are wanted and another pool has."""
+        self._endpoints: dict[str, _Endpoint] = {}
+        self._news: dict[str, _Endpoint] = {}
+        """Endpoints of which the table has not been told what they said last, in order."""
+        self._lengths: dict[str, int] = {}
+        """Longest prompt plus output that each says it takes; 0: it does not say."""
+        self._tasks: list[asyncio.Task[None]] | None = None
+        self._note: Note = lambda *_: None
+        self._settle()
 
-    def start(self) -> None:
-        """Begin to scrape; must be called on the event loop."""
-        for one in self._scrapers:
-            one.start()
+    @property
+    def max_model_tokens(self) -> float:
+        """Longest prompt plus output that an endpoint takes; infinite: nobody says."""
+        lengths = self._lengths.values()
+        return self.settings.max_model_tokens or max(lengths, default=0) or math.inf
+
+    def start(self, note: Note | None = None) -> None:
+        """Begin to scrape and to look for endpoints; must be called on the event loop.
+
+        Args:
+            note: Is told of changes; None: nobody is.
+        """
+        self._note, self._tasks = note or self._note, []
+        for one in self._endpoints.values():
+            one.scraper.start()
+        if self.settings.service_discovery is not None:
+            sources = sources_of(self.settings.service_discovery, self._use, self._fail)
+            self._tasks += map(asyncio.create_task, sources)
 
     async def stop(self) -> None:
         """End scraping and close the connections."""
-        for one in self._scrapers:
-            one.stop()
-        await self._forwarder.client.close()
+        for task in self._tasks or ():
+            task.cancel()
+        for one in self._endpoints.values():
+            one.scraper.stop()
+        await self.client.close()
+
+    def change(self, urls: Collection[str], adds: bool) -> None:
+        """Add endpoints by hand, or let some go and stay away although they are named elsewhere.
+
+        Raises:
+            ValueError: The cluster file does not allow one, or it is another pool's.
+            LookupError: There is no such endpoint to let go.
+        """
+        named, allowed = self._named(), self.settings.allowed
+        for url in urls:
+            is_known = url in named or url in self._added
+            if (owner := self._owners.get(url, self.name)) != self.name:
+                raise ValueError(f"endpoint {url} is in pool {owner!r}")
+            if adds and not is_known and not (allowed and self._allows(url)):
+                which = url if allowed else "any"
+                raise ValueError(
+                    f"pool {self.name!r} does not allow {which}: see its key `allowed`"
+                )
+            if not adds and not is_known:
+                raise LookupError(f"pool {self.name!r} has no endpoint {url}")
+        others = {url: None for url in self._added if url not in urls}
+        self._added = others | {url: None for url in urls if adds and url not in named}
+        self._removed.difference_update(urls)
+        self._removed.update(() if adds else named.keys() & set(urls))
+        self._settle()
+
+    def hear(self, endpoint: _Endpoint) -> None:
+        """Note that an endpoint has said something."""
+        self._news[endpoint.origin.url] = endpoint
 
     def refresh(self, table: ReplicaTable, now_s: float) -> None:
-        """Pass on what was scraped since the last time."""
-        profile: EngineProfile = self._pool.profile
-        for url in self._news:
-            state = table.add(url, self.name, profile, self._pool.prefix_block_tokens, now_s)
-            state.publish(self._endpoints[url].status)
-        self._news.clear()
+        """Pass on what endpoints said since the last time, and forget who has drained."""
+        if not self._news:
+            return
+        news, self._news = self._news, {}
+        for url, one in news.items():
+            if one.state is None:
+                profile = self.settings.profile.completed(None, None)
+                size = self.settings.prefix_block_tokens
+                one.state = table.add(url, self.name, profile, size, now_s)
+            one.tell(one.state)
+            table.drain(one.state, one.draining)
+            self._lengths[url] = one.scraper.info.max_model_len or 0
+            if one.draining and one.state.in_flight.count:
+                self._news[url] = one  # Until it has none.
+            elif one.draining:
+                del self._endpoints[url], self._owners[url], self._lengths[url]
+                table.keep(self.name, self._endpoints)
+                for connection in [*one.origin.idle]:
+                    connection.close()
 
-    def _hear(self, endpoint: EndpointAsRayReplica, status: EngineStatus) -> None:
-        endpoint.status = status
-        self._news[endpoint.replica_id.unique_id] = None
+    def describe(self) -> dict[str, Any]:
+        """Tell where endpoints come from, and what is wrong with that."""
+        return {
+            "name": self.name, "cluster_file": [*self._in_file],
+            "service_discovery": {name: sorted(found) for name, found in self._found.items()},
+            "added": [*self._added], "removed": sorted(self._removed),
+            "problems": self._problems | self._taken,
+        }  # fmt: skip
 
     def ray_replicas(self) -> tuple[Any, ...]:
         """The endpoints, dressed up."""
-        return tuple(self._endpoints.values())
+        return tuple(one for one in self._endpoints.values() if not one.draining)
+
+    def _allows(self, url: str) -> bool:
+        return is_allowed(urlsplit(url).hostname or "", self.settings.allowed)
+
+    def _named(self) -> dict[str, str | None]:
+        """Endpoints that the cluster file or service discovery names."""
+        named: dict[str, str | None] = {}
+        for found in (*self._found.values(), self._in_file):
+            named |= found
+        return named
+
+    def _settle(self) -> None:
+        """Let those come that are wanted, and all others go."""
+        wanted = {**self._added, **self._named()}
+        for url in self._removed:
+            wanted.pop(url, None)
+        owners = {url: self._owners.setdefault(url, self.name) for url in wanted}
+        taken = {url: f"is in pool {one!r}" for url, one in owners.items() if one != self.name}
+        for url in taken.keys() - self._taken.keys():
+            logger.error("pool %s: endpoint %s %s", self.name, url, taken[url])
+        self._taken = taken
+        for url, named in wanted.items():
+            one = self._endpoints.get(url) or _Endpoint(Origin.of(url, named), self)
+            if url not in taken and (one.draining or url not in self._endpoints):
+                self._go(one, draining=False)
+        for url, one in self._endpoints.items():
+            if url not in wanted and not one.draining:
+                self._go(one, draining=True)
+
+    def _go(self, one: _Endpoint, draining: bool) -> None:
+        """Let an endpoint come or go."""
+        url = one.origin.url
+        one.draining, self._endpoints[url], self._news[url] = draining, one, one
+        if self._tasks is None:
+            return
+        logger.info("pool %s: endpoint %s %s", self.name, url, "drains" if draining else "comes")
+        (one.scraper.stop if draining else one.scraper.start)()
+
+    def _use(self, source: str, found: Found) -> None:
+        """Take what a source says."""
+        found = {Endpoint(url=HttpUrl(url)).address: named for url, named in found.items()}
+        kept = {url: named for url, named in found.items() if self._allows(url)}
+        if denied := found.keys() - kept:
+            self._fail(source, f"pool {self.name!r} does not allow {min(denied)}")
+        else:
+            self._problems.pop(source, None)
+        if source == "file" and kept != self._found.get(source):
+            self._note("endpoints read", self.name, f"{len(kept)} are in its file")
+        self._found[source] = kept
+        self._settle()
+
+    def _fail(self, source: str, why: str) -> None:
+        """Note that a source says nothing that can be used; what it said before counts."""
+        if self._problems.get(source) != why:
+            self._problems[source] = why
+            if source == "file":
+                self._note("endpoints not read", self.name, why)
+            logger.error("pool %s: %s", self.name, why)
 
     def host_loads(self) -> dict[str, dict[str, float]]:
         """Nothing is known of them."""
@@ -95,16 +279,19 @@ class ExternalBackend:
             ReplicaFailed: It does not answer, not in time, or not as it should.
             RequestRejected: It has something against the request.
         """
-        call, origin = attempt.request.call, self._endpoints[replica_id].origin
-        headers = self._key + call.headers
+        endpoint = self._endpoints.get(replica_id)
+        if endpoint is None:
+            raise ReplicaFailed(f"{self._forwarder.which} is gone")
+        call, origin = attempt.request.call, endpoint.origin
+        headers = self.key + call.headers
         body = self._body(call, attempt.request.model, attempt.order_key)
         await self._forwarder.forward(origin, headers, body, attempt)
 
     def _body(self, call: Call, model: str | None, order_key: OrderKey | None) -> bytes:
         body = call.body
-        if self._renames and model not in self._pool.loras:
-            body = replace_field(body, "model", self._pool.model)
-        if self._pool.order == "priority" and call.generates:
+        if self._renames and model not in self.settings.loras:
+            body = replace_field(body, "model", self.settings.model)
+        if self.settings.order == "priority" and call.generates:
             # One without a key would have priority 0, before all others. An endpoint is told once,
             # so who is late stays where it is.
             priority = priority_of(self._arrivals.key(order_key).key_s)

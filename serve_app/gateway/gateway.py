@@ -217,7 +217,7 @@ class Gateway:
         model = self._model_of(request)
         answer = Answer(
             request, service_class, downstream, request.prompt, self.clock_s(), wait,
-            model, grant, self.cluster.tenant_share(request.tenant),
+            model, grant, self.cluster.tenant_share(request.tenant), self.max_tokens_of(model),
         )  # fmt: skip
         if self.manager.experiment is not None:
             self.manager.experiment.open(
@@ -302,8 +302,8 @@ class Gateway:
     def _grant(self, request: InferenceRequest, downstream: Downstream) -> Grant | None:
         """Reserve what a request may need of its caller's limits; None: it has none."""
         longest = request.max_tokens or self.cluster.limits.default_output_tokens
-        most = self._model_of(request).max_model_tokens
-        num_tokens = min(len(request.token_ids) + longest, most)
+        most = self.max_tokens_of(self._model_of(request))
+        num_tokens = int(min(len(request.token_ids) + longest, most))
         found = self.limits.admit(request.caller, num_tokens)
         if isinstance(found, OverLimit):
             self.metrics.refused.labels(found.code.replace("_", " ")).inc()
@@ -316,6 +316,11 @@ class Gateway:
         found = self._catalog.find(request.model)
         assert found is not None  # Others are refused where bodies are read.
         return found
+
+    def max_tokens_of(self, model: ServedModel) -> float:
+        """Longest prompt plus output that any of its pools takes; infinite: nobody says."""
+        pools = (one for name, one in self.backends.items() if model.is_served_by(name))
+        return max((one.max_model_tokens for one in pools), default=math.inf)
 
     def _count_refusal(self, request: InferenceRequest) -> None:
         if request.caller is not ANYBODY:
@@ -456,7 +461,7 @@ class Gateway:
 
     def _has_replica(self, answer: Answer) -> bool:
         """Whether there is one that the request could go to, whatever became of it there."""
-        pools = {one.pool for one in self.table.replicas.values()}
+        pools = {one.pool for one in self.table.replicas.values() if not one.draining}
         return any(answer.fits(self.backends[name]) for name in pools)
 
     async def _attempt(self, answer: Answer, pick: Pick, number: int) -> None:

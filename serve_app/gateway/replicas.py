@@ -10,7 +10,6 @@ test compares number by number.
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,6 +54,21 @@ class EngineStatus:
     """Most sequences that it runs at once now; None: as its profile says."""
 
 
+@dataclass(frozen=True)
+class EndpointInfo:
+    """What an endpoint says that it is; None: it does not say."""
+
+    engine: str | None = None
+    models: frozenset[str] | None = None
+    """Names by which it can be asked, adapters included."""
+    max_model_len: int | None = None
+    """Longest prompt plus output, tokens."""
+    max_batch: int | None = None
+    kv_capacity_tokens: float | None = None
+    missing: tuple[str, ...] = ()
+    """What it does not publish, so that the gateway's own counts stand in."""
+
+
 @dataclass(slots=True)
 class _Sent:
     """A request of one replica."""
@@ -78,6 +92,8 @@ class InFlight:
         self._generated_tokens = 0
         self._times_s: deque[float] = deque([-math.inf], _MAX_HISTORY)
         self._counts: deque[int] = deque([0], _MAX_HISTORY)
+        self.num_changes = 0
+        """Requests that were sent or ended so far."""
         self.mean_response_s = math.nan
         self.tell(row)
 
@@ -103,6 +119,11 @@ class InFlight:
     def output_tokens(self) -> float:
         """Predicted tokens still to come; at least one for each request."""
         return max(self._output_tokens - self._generated_tokens, float(self.count))
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of prompts in flight, and of their answers so far."""
+        return sum(one.prompt_tokens + one.num_generated for one in self._requests.values())
 
     def count_at(self, time_s: float) -> int:
         """Requests that were in flight at a time, as far as is remembered."""
@@ -170,6 +191,7 @@ class InFlight:
         return ((one.prompt_tokens, one.blocks) for one in self._requests.values())
 
     def _remember(self, now_s: float) -> None:
+        self.num_changes += 1
         self._times_s.append(max(now_s, self._times_s[-1]))
         self._counts.append(self.count)
 
@@ -233,9 +255,12 @@ class ReplicaState:
         self.status = EngineStatus(0, 0, 0.0, now_s)
         self.last_sent_s = -math.inf
         """Unix time when a request was last sent to it, seconds."""
+        self.info = EndpointInfo()
+        self.draining = False
+        """Whether it gets no new requests, and goes once those in flight have ended."""
         self._count_when_published = 0
         self._retell = retell
-        self._capacity = int(profile.kv_capacity_tokens // block_tokens) if block_tokens else 0
+        self._capacity = self._blocks_held()
         self._prefixes = prefixes
         self.tell(row)
 
@@ -253,8 +278,18 @@ class ReplicaState:
             self._count_when_published = self.in_flight.count_at(status.observed_at_s)
             self._tell_status()
             if status.max_batch not in (None, self.profile.max_batch):
-                self.profile = self.profile.model_copy(update={"max_batch": status.max_batch})
-                self._retell(self)
+                self.learn(self.profile.model_copy(update={"max_batch": status.max_batch}))
+
+    def learn(self, profile: EngineProfile) -> None:
+        """Take another profile."""
+        if profile != self.profile:
+            self.profile = profile
+            self._capacity = self._blocks_held()
+            self._retell(self)
+
+    def _blocks_held(self) -> int:
+        size = self.block_tokens
+        return int(self.profile.kv_capacity_tokens // size) if size else 0
 
     def _tell_status(self) -> None:
         row, status = self._row, self.status
@@ -366,6 +401,11 @@ class ReplicaTable:
             self._rows = None
             self._sets.clear()
 
+    def drain(self, replica: ReplicaState, draining: bool) -> None:
+        """Offer a replica no more, or again."""
+        if replica.draining != draining:
+            replica.draining, self._rows = draining, None
+
     def at(self, row: int) -> ReplicaState:
         """Return the replica of a row."""
         replica = self._at[row]
@@ -384,7 +424,7 @@ class ReplicaTable:
         """
         rows = self._rows
         if rows is None:
-            rows = np.array([one.row for one in self.replicas.values()], dtype=np.int64)
+            rows = np.array([r.row for r in self.replicas.values() if not r.draining], np.int64)
             self._rows, self._scratch = rows, np.empty_like(rows)
         num = offer(self._state, rows, now_s, stale_after_s, self._scratch)
         return rows if num == len(rows) else self._scratch[:num].copy()
@@ -456,40 +496,3 @@ class ReplicaTable:
     def _row(self, number: int) -> Row:
         # Python writes into a view of memory in a third of the time that numpy needs.
         return memoryview(self._state[number])
-
-
-_VLLM_WAITING = "vllm:num_requests_waiting"
-_VLLM_RUNNING = "vllm:num_requests_running"
-_VLLM_KV_USED = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
-
-
-def parse_vllm(page: bytes, observed_at_s: float) -> EngineStatus:
-    """Read what a vLLM server publishes; several engines behind one endpoint are added up.
-
-    Only the lines that are needed are read. vLLM's usages are shares from 0 to 1, not percentages.
-
-    Raises:
-        ValueError: A metric is missing, or is no finite number.
-    """
-    page = b"\n" + page
-    waiting, running = _samples(page, _VLLM_WAITING), _samples(page, _VLLM_RUNNING)
-    usage = next((found for name in _VLLM_KV_USED if (found := _samples(page, name))), [])
-    if not waiting or not running or not usage:
-        needed = [_VLLM_WAITING, _VLLM_RUNNING, _VLLM_KV_USED[0]]
-        raise ValueError(f"metrics lack one of {needed}")
-    return EngineStatus(
-        num_waiting=max(int(sum(waiting)), 0),
-        num_running=max(int(sum(running)), 0),
-        kv_used_fraction=min(max(sum(usage) / len(usage), 0.0), 1.0),
-        observed_at_s=observed_at_s,
-    )
-
-
-def _samples(page: bytes, name: str) -> list[float]:
-    """Values of a metric, on a page that begins with an end of line."""
-    values = [
-        float(text) for text in re.findall(rb"\n%b(?:\{.*\})?[ \t]+(\S+)" % name.encode(), page)
-    ]
-    if not all(abs(value) < 1e9 for value in values):
-        raise ValueError(f"metric {name} is not finite, or no count")
-    return values

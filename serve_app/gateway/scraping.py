@@ -1,13 +1,25 @@
-"""One task per endpoint asks for its metrics, whatever the endpoint does."""
+"""Two tasks per endpoint ask what it publishes and what it is, whatever the endpoint does."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
 
+from serve_app.endpoints import MetricNames
 from serve_app.gateway.clocks import steady_unix_s
-from serve_app.gateway.replicas import EngineStatus, parse_vllm
+from serve_app.gateway.engine_metrics import (
+    PATHS,
+    Reading,
+    pages_of,
+    read_metrics,
+    read_models,
+    with_page,
+)
+from serve_app.gateway.replicas import EndpointInfo
 from serve_app.gateway.upstream import Origin, UpstreamClient
 
 logger = logging.getLogger(__name__)
@@ -15,63 +27,117 @@ logger = logging.getLogger(__name__)
 EVERY_S = 0.25
 TIMEOUT_S = 2.0
 """For a whole page."""
+INFO_EVERY_S = 10.0
+_INFO_AGAIN_S = 1.0
 _MAX_PAGE_BYTES = 16 << 20
+_GATEWAY_ERRORS = (502, 503, 504)
+"""Of whatever stands before an endpoint that is not there."""
 
 
 class Scraper:
-    """Asks one endpoint again and again; what is not heard of grows stale."""
+    """Asks one endpoint again and again; one that does not answer grows stale."""
 
     def __init__(
-        self,
-        client: UpstreamClient,
-        origin: Origin,
-        key: bytes,
-        publish: Callable[[EngineStatus], None],
-        fail: Callable[[], None],
-    ) -> None:
+        self, client: UpstreamClient, origin: Origin, key: bytes, names: MetricNames,
+        changed: Callable[[], None], failed: Callable[[], None],
+    ) -> None:  # fmt: skip
         """Ask nothing before `start`.
 
         Args:
             client: Makes the connections.
             origin: The endpoint.
             key: A header's line with its token, or nothing.
-            publish: Called with what the endpoint tells.
-            fail: Called for each scrape that failed.
+            names: Where its metrics are and what they are called, where that is not as usual.
+            changed: Called when there is news.
+            failed: Called for each scrape that had no answer.
         """
-        self._client, self._origin = client, origin
-        self._head = origin.head(b"GET", b"/metrics", key, 0)
-        self._publish, self._fail = publish, fail
-        self._task: asyncio.Task[None] | None = None
-        self._fails = False
+        self.reading, self.heard_s = Reading(), 0.0
+        """What it published last, maybe nothing, and when it answered, Unix time, seconds."""
+        self.info = EndpointInfo()
+        self._client, self._origin, self._key, self._names = client, origin, key, names
+        self._changed, self._failed = changed, failed
+        self._pages = origin if names.port is None else replace(origin, port=names.port, idle=[])
+        self._paths = (names.path,) if names.path else PATHS
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin; must be called on the event loop."""
-        if self._task is None:
-            self._task = asyncio.create_task(self._run())
+        if not self._tasks:
+            self._tasks.append(asyncio.create_task(self._watch_metrics()))
 
     def stop(self) -> None:
         """End."""
-        if self._task is not None:
-            self._task.cancel()
+        for one in self._tasks:
+            one.cancel()
+        self._tasks = []
 
-    async def _run(self) -> None:
+    async def _watch_metrics(self) -> None:
+        failed = False
         while True:
-            try:
-                async with asyncio.timeout(TIMEOUT_S):
-                    await self._scrape()
-                self._fails = False
-            except Exception as error:
-                # Whatever one endpoint does, it is asked again, or its news would end for good.
-                self._fail()
-                if not self._fails:
+            error = await self._failure_of(self._scrape)
+            if error is not None:
+                self._failed()
+                if not failed:
                     logger.warning("endpoint %s cannot be scraped: %r", self._origin.url, error)
-                self._fails = True
+                # It may be well, and only its metrics not.
+                await self._failure_of(self._look)
+            failed = error is not None
+            if len(self._tasks) == 1:  # By now it is known which engine it is.
+                self._tasks.append(asyncio.create_task(self._watch_info()))
             await asyncio.sleep(EVERY_S)
 
+    async def _watch_info(self) -> None:
+        while True:
+            error = await self._failure_of(self._ask)
+            await asyncio.sleep(INFO_EVERY_S if error is None else _INFO_AGAIN_S)
+
+    async def _failure_of(self, ask: Callable[[], Awaitable[None]]) -> Exception | None:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await ask()
+        except Exception as error:
+            # Whatever one endpoint does, it is asked again, or its news would end for good.
+            return error
+        return None
+
     async def _scrape(self) -> None:
+        asked_s, path = steady_unix_s(), self._paths[0]
+        status, page = await self._get(self._pages, path)
+        reading = read_metrics(page if status == 200 else b"", self._names)
+        if reading.engine is None:
+            self._paths = (*self._paths[1:], path)
+        self._hear(reading, asked_s)
+
+    async def _look(self) -> None:
         asked_s = steady_unix_s()
-        status, page = await self._client.get(self._origin, self._head, _MAX_PAGE_BYTES)
-        self._origin.scraped_s = asyncio.get_running_loop().time()
-        if status != 200:
+        await self._get(self._origin, "/v1/models")
+        self._hear(Reading(), asked_s)
+
+    def _hear(self, reading: Reading, asked_s: float) -> None:
+        self.reading, self.heard_s = reading, asked_s
+        self._changed()
+
+    async def _ask(self) -> None:
+        info = read_models(await self._json("/v1/models"))
+        engine = self.reading.engine or info.engine
+        for path in pages_of(engine):
+            if engine is not None and (page := await self._json(path)) is not None:
+                info = with_page(info, engine, page)
+                break
+        self.info = replace(info, engine=engine)
+        self._changed()
+
+    async def _json(self, path: str) -> Any:
+        status, body = await self._get(self._origin, path)
+        try:
+            return json.loads(body) if status == 200 else None
+        except (ValueError, RecursionError):
+            return None
+
+    async def _get(self, origin: Origin, path: str) -> tuple[int, bytes]:
+        head = origin.head(b"GET", path.encode(), self._key, 0)
+        status, body = await self._client.get(origin, head, _MAX_PAGE_BYTES)
+        if status in _GATEWAY_ERRORS:
             raise ValueError(f"it answered {status}")
-        self._publish(parse_vllm(page, asked_s))
+        self._origin.scraped_s = asyncio.get_running_loop().time()
+        return status, body

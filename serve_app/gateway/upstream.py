@@ -56,9 +56,9 @@ class ConnectFailed(UpstreamError):
     """An endpoint that took no connection, or not in time."""
 
 
-def url_of(address: str, port: int) -> str:
+def url_of(address: str, port: int, scheme: str = "http") -> str:
     """Write where a server is."""
-    return f"http://{f'[{address}]' if ':' in address else address}:{port}"
+    return f"{scheme}://{f'[{address}]' if ':' in address else address}:{port}"
 
 
 @dataclass
@@ -73,21 +73,29 @@ class Origin:
     path: bytes
     """What stands before every path."""
     authority: bytes
-    """Host and port as the URL has them."""
+    """Host and port as the URL has them, or the one that names it."""
+    server_name: str
+    """Whose certificate it has, with TLS."""
     idle: list[Connection] = field(default_factory=list, repr=False, compare=False)
     """Its connections that wait for a request, the last used one last."""
     scraped_s: float = field(default=-math.inf, repr=False, compare=False)
     """When it last answered whoever asked for its metrics, by the loop's clock."""
 
     @classmethod
-    def of(cls, url: str) -> Origin:
-        """Read a URL."""
-        parts = urlsplit(url)
+    def of(cls, url: str, named: str | None = None) -> Origin:
+        """Read a URL.
+
+        Args:
+            url: Where to connect.
+            named: URL whose host stands in requests and certificates; None: the same.
+        """
+        parts, names = urlsplit(url), named or url
         tls = parts.scheme == "https"
         host = parts.hostname or ""
         port = parts.port or (443 if tls else 80)
-        authority = url.split("://", 1)[1].split("/", 1)[0].encode()
-        return cls(url, host, port, tls, parts.path.encode(), authority)
+        authority = names.split("://", 1)[1].split("/", 1)[0].encode()
+        server_name = urlsplit(names).hostname or ""
+        return cls(url, host, port, tls, parts.path.encode(), authority, server_name)
 
     def head(self, method: bytes, path: bytes, headers: bytes, num_bytes: int) -> bytes:
         """Write a request's head.
@@ -355,10 +363,15 @@ class Connection(asyncio.Protocol):
 class UpstreamClient:
     """Sends requests to endpoints, over connections that are there where there are some."""
 
-    def __init__(self, connect_s: float) -> None:
-        """Allow each connection so long to come about, TLS included."""
+    def __init__(self, connect_s: float, tls: ssl.SSLContext | None = None) -> None:
+        """Allow each connection so long to come about, TLS included.
+
+        Args:
+            connect_s: That time, seconds.
+            tls: Whom to trust; None: whom the system does.
+        """
         self.connect_s = connect_s
-        self._tls = ssl.create_default_context()
+        self._tls = tls or ssl.create_default_context()
         self._made: WeakSet[Connection] = WeakSet()
 
     async def send(
@@ -457,6 +470,7 @@ class UpstreamClient:
                 _, connection = await loop.create_connection(
                     lambda: Connection(origin), origin.host, origin.port,
                     ssl=self._tls if origin.tls else None,
+                    server_hostname=origin.server_name if origin.tls else None,
                 )  # fmt: skip
         except TimeoutError as error:
             if limit.expired():

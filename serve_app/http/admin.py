@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from importlib import resources
 from typing import Annotated, Any
 
@@ -12,7 +11,6 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from pydantic import BaseModel, Field
 
 from serve_app.gateway.gateway import Gateway
-from serve_app.gateway.replicas import ReplicaState
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import GatewayPolicyAnswer, Problem
 from serve_app.http.errors import PROBLEMS
@@ -105,21 +103,6 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
             "decisions": gateway.history.decisions(),
         }
 
-    @router.get("/v1/pools", dependencies=may_see_all, responses=denied)
-    async def pools() -> dict[str, Any]:
-        """Tell what is known of every replica: speed, state and its age."""
-        now_s, available = gateway.refresh(), gateway.available()
-        return {
-            "replicas": [
-                {
-                    **_describe_replica(one, now_s),
-                    "ejected_s": gateway.outliers.ejected_s(one.replica_id),
-                    "available": one.replica_id in available,
-                }
-                for one in gateway.table.replicas.values()
-            ]
-        }
-
     @router.get("/v1/queue", dependencies=may_see_all, responses=denied)
     async def queue() -> dict[str, Any]:
         """Tell which requests wait at the gateway, who is next first, and how full replicas are."""
@@ -185,18 +168,3 @@ def describe(gateway: Gateway) -> GatewayPolicyAnswer:
         last_decisions_us=times.tolist(),
         last_decisions_cpu_us=list(manager.decision_cpu_us),
     )
-
-
-def _describe_replica(replica: ReplicaState, now_s: float) -> dict[str, Any]:
-    status = asdict(replica.status)
-    observed_at_s = status.pop("observed_at_s")
-    return {
-        "replica_id": replica.replica_id,
-        "pool": replica.pool,
-        "profile": replica.profile.model_dump(),
-        "published": status,
-        "age_s": max(now_s - observed_at_s, 0.0),
-        "in_flight": replica.in_flight.count,
-        "prefill_in_flight_tokens": replica.in_flight.prefill_tokens,
-        "output_in_flight_tokens": replica.in_flight.output_tokens,
-    }

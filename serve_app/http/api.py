@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app import regions
 from serve_app.gateway.gateway import Gateway
-from serve_app.http import admin, decide, errors, openai
+from serve_app.http import admin, decide, errors, openai, pools
 from serve_app.http.auth import Access
 from serve_app.http.data_path import DataPath, Tokenizers
 from serve_app.http.docs_page import documentation
@@ -84,6 +84,7 @@ def _routers(gateway: Gateway, access: Access, lifecycle: Lifecycle) -> list[API
         decide.make_router(service, access),
         admin.policy_router(gateway, access, lifecycle),
         admin.state_router(gateway, access),
+        pools.make_router(gateway, access),
     ]
     if decide_only:
         decider = regions.RegionDecider.shipped(registry=gateway.metrics.registry)

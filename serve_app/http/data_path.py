@@ -63,7 +63,10 @@ class DataPath:
         self._tokenizers = {name: tokenizers.get(name, estimate) for name in models}
         self._readers = {
             name: GenerationReader(
-                self._tokenizers[name], name, cluster.limits, one.max_model_tokens
+                self._tokenizers[name],
+                name,
+                cluster.limits,
+                max(pool.config.max_model_tokens for pool in one.own),
             )
             for name, one in models.items()
             if one.own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Annotated, Any
 
@@ -56,17 +57,18 @@ def make_router(gateway: Gateway, access: Access) -> APIRouter:
     """
     router, is_authorized = APIRouter(), [Depends(access.is_authorized)]
     started_s, catalog = int(time.time()), ModelCatalog(gateway.cluster)
-    cards = {
-        name: ModelCard(
-            id=name, created=started_s, max_model_len=one.max_model_tokens, parent=one.parent
-        )
-        for name, one in catalog.models.items()
-    }
+
+    def card_of(name: str) -> ModelCard:
+        gateway.refresh()
+        found = catalog.models[name]
+        longest = gateway.max_tokens_of(found)
+        length = int(longest) if math.isfinite(longest) else None
+        return ModelCard(id=name, created=started_s, max_model_len=length, parent=found.parent)
 
     @router.get("/v1/models", dependencies=is_authorized, responses={401: _ERRORS[401]})
     async def models() -> ModelList:
         """List the models that are served, and their adapters."""
-        return ModelList(data=list(cards.values()))
+        return ModelList(data=[card_of(name) for name in catalog.models])
 
     @router.get(
         "/v1/models/{model:path}", dependencies=is_authorized,
@@ -74,8 +76,8 @@ def make_router(gateway: Gateway, access: Access) -> APIRouter:
     )  # fmt: skip
     async def model(model: str) -> ModelCard:
         """Describe one of the models that are served."""
-        if model not in cards:
+        if model not in catalog.models:
             raise BadRequest(catalog.refusal(model), 404, "model")
-        return cards[model]
+        return card_of(model)
 
     return router

@@ -229,8 +229,8 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "tokenyard"
-    max_model_len: int
-    """Longest prompt plus output, tokens (vLLM)."""
+    max_model_len: int | None = Field(None, exclude_if=lambda length: length is None)
+    """Longest prompt plus output, tokens (vLLM); left out where no endpoint says."""
     parent: str | None = None
     """Model that it is an adapter of (vLLM); None: it is none."""
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import ValidationError
 
-from serve_app.gateway.callers import identity_of
+from serve_app.gateway.watched_file import identity_of
 from serve_app.http.decide_schema import PolicyCard
 from serve_app.policy.audit_log import GATEWAY, Event
 from serve_app.policy.experiment import Experiment, Mode

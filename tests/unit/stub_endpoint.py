@@ -48,6 +48,11 @@ class Stub:
         """Time until the head."""
         self.waiting = "0.0"
         self.drips = False
+        self.pages = None
+        """What it answers to GET, by path, or a function that makes that; other paths are 404.
+        None: `PAGE` everywhere."""
+        self.num_open = 0
+        """POSTs that it has not answered."""
         self.num_asked = 0
         self.heads, self.bodies = [], []
         self.num_connections = 0
@@ -63,20 +68,26 @@ class Stub:
                 length = [one.split(":")[1] for one in lines if one.startswith("content-length:")]
                 body = await reader.readexactly(int(length[0]) if length else 0)
                 if head.startswith("GET"):
-                    await self._metrics(writer)
+                    await self._get(writer, head.split()[1])
                 else:
                     self.heads.append(head)
                     self.bodies.append(body)
-                    await self._answer(reader, writer)
+                    self.num_open += 1
+                    try:
+                        await self._answer(reader, writer)
+                    finally:
+                        self.num_open -= 1
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass  # The client has gone, or the test is over.
         finally:
             writer.close()
 
-    async def _metrics(self, writer):
+    async def _get(self, writer, path):
         self.num_scraped += 1
-        page = (PAGE % self.waiting).encode()
-        writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(page)}\r\n\r\n".encode())
+        text = PAGE % self.waiting if self.pages is None else self.pages.get(path)
+        text = text() if callable(text) else text
+        status, page = "200 OK" if text is not None else "404 Not Found", (text or "").encode()
+        writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(page)}\r\n\r\n".encode())
         if self.drips:
             writer.write(page[:1])
             await writer.drain()

@@ -85,8 +85,8 @@ class ReplicaConfig(_Replica):
         return float(power_w(self.replica, 0.0, 0.0))
 
 
-class EngineSpeed(FrozenModel):
-    """How long a measured engine's iterations take, and how much it holds.
+class IterationSpeed(FrozenModel):
+    """How long a measured engine's iterations take.
 
     An iteration takes `iteration_s + prefill_token_s x prompt tokens computed + sequence_s x
     sequences decoding + kv_token_s x tokens of KV read`.
@@ -100,13 +100,18 @@ class EngineSpeed(FrozenModel):
     """Of every sequence that decodes."""
     kv_token_s: Annotated[float, Field(ge=0, le=1e3)] = 0.0
     """Of every token of KV read."""
-    kv_capacity_tokens: Annotated[float, Field(ge=1)]
-    """Tokens whose keys and values fit."""
 
     @property
     def iteration(self) -> FloatArray:
         """The four times in their order, seconds, shape (4,)."""
         return np.array([self.iteration_s, self.prefill_token_s, self.sequence_s, self.kv_token_s])
+
+
+class EngineSpeed(IterationSpeed):
+    """How long a measured engine's iterations take, and how much it holds."""
+
+    kv_capacity_tokens: Annotated[float, Field(ge=1)]
+    """Tokens whose keys and values fit."""
 
 
 class MeasuredReplica(_Replica, EngineSpeed):

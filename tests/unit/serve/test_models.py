@@ -40,6 +40,8 @@ def own(name, **fields):
 class Own(FakePool):
     """A pool of ours that keeps what it is asked."""
 
+    max_model_tokens = 2048
+
     async def answer(self, replica_id, attempt):
         self.requests.append(attempt.request)
         attempt.take(1, "stop")

@@ -13,7 +13,8 @@ import pytest
 from unit.raw_endpoint import raw_endpoints
 from unit.stub_endpoint import DONE, HANG, WHOLE, an_event, stubs
 
-from serve_app.cluster import Cluster, Endpoint
+from serve_app.cluster import Cluster
+from serve_app.endpoints import Endpoint
 from serve_app.engines.tokenizer import EstimatingTokenizer
 from serve_app.gateway import scraping
 from serve_app.gateway.decision_log import DecisionLog
@@ -322,18 +323,39 @@ async def until(condition):
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("odd", ["+Inf", "NaN", "many"])
-def test_a_page_that_cannot_be_read_ends_nobodys_scraping(odd, caplog):
+@pytest.mark.parametrize("odd", ["+Inf", "NaN", "many", "-1"])
+def test_a_value_that_cannot_be_read_costs_only_itself(odd):
     async def test(client, gateway, endpoints):
         bad, _ = endpoints
         bad.waiting = odd
+        await until(lambda: info(gateway, bad).missing == ("waiting",))
+        assert info(gateway, bad).engine == "vllm"
+        assert gateway.table.replicas[bad.url].status.kv_used_fraction == 0.25
+        bad.waiting = "5.0"
+        await until(lambda: waiting(gateway, bad) == 5)
+        assert not info(gateway, bad).missing
+
+    run(test, 2, scrapes=True)
+
+
+def info(gateway, endpoint):
+    gateway.refresh()
+    return gateway.table.replicas[endpoint.url].info
+
+
+def test_an_endpoint_that_is_not_there_ends_nobodys_scraping_and_is_said_once(caplog):
+    async def test(client, gateway, endpoints):
+        gone, _ = endpoints
+        gone.drips = True
         with caplog.at_level(logging.WARNING):
             await until(lambda: (pools_metric(gateway, "scrape_failures_total") or 0) > 2)
         assert sum("cannot be scraped" in one for one in caplog.messages) == 1
-        bad.waiting = "5.0"
-        await until(lambda: waiting(gateway, bad) == 5)
+        gone.drips, gone.waiting = False, "5.0"
+        await until(lambda: waiting(gateway, gone) == 5)
 
-    run(test, 2, scrapes=True)
+    with pytest.MonkeyPatch.context() as short:
+        short.setattr(scraping, "TIMEOUT_S", 0.05)
+        run(test, 2, scrapes=True)
 
 
 def waiting(gateway, endpoint):

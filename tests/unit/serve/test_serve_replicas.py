@@ -12,7 +12,6 @@ from serve_app.gateway.replicas import (
     InFlight,
     Prompt,
     ReplicaTable,
-    parse_vllm,
 )
 from tokenyard.routing import observation as ob
 from tokenyard.routing.scenario import load_scenario
@@ -231,30 +230,6 @@ def test_replicas_that_drain_or_are_not_heard_of_are_not_offered_unless_all_are(
     table.keep("pool", ["old", "drains"])
     assert ids_of(table, table.offered(10.0, 5.0)) == ["old"]
     assert ids_of(table, table.offered(100.0, 5.0)) == ["old"]
-
-
-VLLM = """\
-# HELP vllm:num_requests_running Number of requests in model execution batches.
-# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{engine="0",model_name="m"} 3.0
-vllm:num_requests_running{engine="1",model_name="m"} 2.0
-# TYPE vllm:num_requests_waiting gauge
-vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
-vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
-# TYPE vllm:%s gauge
-vllm:%s{engine="0",model_name="m"} 0.25
-vllm:%s{engine="1",model_name="m"} 0.75
-"""
-
-
-@pytest.mark.parametrize("name", ["kv_cache_usage_perc", "gpu_cache_usage_perc"])
-def test_vllm_metrics_are_read_by_their_new_and_old_names_and_engines_are_added_up(name):
-    assert parse_vllm((VLLM % (name, name, name)).encode(), 7.0) == EngineStatus(4, 5, 0.5, 7.0)
-
-
-def test_metrics_that_say_nothing_of_queues_are_refused():
-    with pytest.raises(ValueError, match="vllm:num_requests_waiting"):
-        parse_vllm(b"# TYPE up gauge\nup 1\n", 0.0)
 
 
 def test_the_host_metrics_give_shares_and_a_rate():

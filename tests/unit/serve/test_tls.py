@@ -30,10 +30,11 @@ NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "gateway")])
 PEM, RAW = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
 
 
-def make(path, serial, password=None):
-    """Write a certificate of 127.0.0.1 that vouches for itself; return its files."""
+def make(path, serial, password=None, host=None):
+    """Write a certificate of 127.0.0.1, or of a name, that vouches for itself; return its files."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
-    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    names = x509.SubjectAlternativeName([x509.DNSName(host) if host else address])
     made = (
         x509.CertificateBuilder(NAME, NAME, key.public_key(), serial)
         .not_valid_before(now - timedelta(days=1))

@@ -1,0 +1,120 @@
+"""Endpoints of external pools as data: where they are, how they are found, what they publish."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field, HttpUrl, field_validator
+
+from tokenyard.config import FrozenModel
+
+
+def _absolute(path: Path) -> Path:
+    if not path.is_absolute():
+        raise ValueError(f"{path} must begin with /: it is one of the gateway's machine")
+    return path
+
+
+GatewayPath = Annotated[Path, AfterValidator(_absolute)]
+"""A file on the machine where the gateway runs."""
+_Port = Annotated[int, Field(ge=1, le=65_535)]
+_Label = Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]
+
+
+class Endpoint(FrozenModel):
+    """One replica of an external pool."""
+
+    url: HttpUrl
+    """Where `/v1/completions` is, with or without that `/v1`."""
+
+    @field_validator("url")
+    @classmethod
+    def _holds_no_secret(cls, url: HttpUrl) -> HttpUrl:
+        if url.username or url.password:
+            # It names the replica in logs and on pages.
+            raise ValueError("leave user and password out; api_key_env names the token's variable")
+        return url
+
+    @property
+    def address(self) -> str:
+        """Its URL without `/v1` and a slash at the end, by which it is known."""
+        return str(self.url).rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+AnyEndpoint = Annotated[
+    Endpoint, BeforeValidator(lambda given: {"url": given} if isinstance(given, str) else given)
+]
+"""`{url: ...}`, or the URL alone."""
+
+
+class KubernetesService(FrozenModel):
+    """A service of Kubernetes, whose EndpointSlices are watched."""
+
+    service: _Label
+    namespace: _Label | None = None
+    """None: the gateway's own."""
+    port: _Port | str | None = None
+    """The pods' (`targetPort`), by number or by its name in the service; None: the first."""
+    api_server: HttpUrl | None = None
+    """None: that of the cluster where the gateway runs."""
+
+
+class ServiceDiscovery(FrozenModel):
+    """From where a pool's endpoints are known, beside those of the cluster file."""
+
+    file: GatewayPath | None = None
+    """YAML with a list `endpoints`, read anew when it changes."""
+    dns: AnyEndpoint | None = None
+    """Each address of its host is an endpoint."""
+    kubernetes: KubernetesService | None = None
+
+
+class MetricNames(FrozenModel):
+    """Where endpoints publish metrics, and names that the gateway does not know by itself.
+
+    A name may have a label: `name{label=value}`.
+    """
+
+    path: Annotated[str, Field(pattern=r"^/[!-~]*$")] | None = None
+    """None: `/metrics`, or else `/prometheus/metrics`."""
+    port: _Port | None = None
+    """None: that of the endpoint."""
+    waiting: str | None = None
+    running: str | None = None
+    kv_used: str | None = None
+    """A share, from 0 to 1."""
+
+
+Found = Mapping[str, str | None]
+"""URLs of endpoints; each with the URL that names its host, where it is an address of that."""
+Pattern = Annotated[str, Field(pattern=r"^[0-9a-z*?.:/-]+$")]
+"""A network, an address, or the name of a host with wildcards."""
+_NEVER = ("0.0.0.0", "169.254.0.0/16", "224.0.0.0/4", "::", "fe80::/10", "ff00::/8")
+"""Where nothing is looked for unless it is allowed: among them the metadata of clouds."""
+
+
+def is_allowed(host: str, allowed: Sequence[str]) -> bool:
+    """Whether an endpoint that comes at run time may be on a host.
+
+    Args:
+        host: Name or address, in small letters.
+        allowed: Patterns; none: all but link-local, multicast and unspecified addresses.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return not allowed or any(fnmatchcase(host, one) for one in allowed)
+    address = getattr(address, "ipv4_mapped", None) or address
+    is_in = any(address in one for one in map(_network, allowed or _NEVER) if one is not None)
+    return is_in == bool(allowed)
+
+
+def _network(pattern: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(pattern, strict=False)
+    except ValueError:
+        return None

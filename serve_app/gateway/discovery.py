@@ -1,0 +1,81 @@
+"""Where endpoints are that come and go: a file, the addresses of a name, a service of Kubernetes.
+
+Each source is a task that says which URLs there are. What it said last counts where it cannot know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from serve_app.endpoints import AnyEndpoint, Endpoint, Found, ServiceDiscovery
+from serve_app.gateway.kubernetes import watch_service
+from serve_app.gateway.upstream import url_of
+from serve_app.gateway.watched_file import WatchedFile, read_message
+from tokenyard.config import FrozenModel
+
+LOOK_EVERY_S = 0.5
+
+
+class EndpointsMessage(FrozenModel):
+    """A file of endpoints."""
+
+    endpoints: tuple[AnyEndpoint, ...]
+
+
+def sources_of(
+    settings: ServiceDiscovery, use: Callable[[str, Found], None], fail: Callable[[str, str], None]
+) -> list[Coroutine[Any, Any, None]]:
+    """Return a coroutine per source, which runs without end.
+
+    Args:
+        settings: Name the sources.
+        use: Called with a source and all of its endpoints.
+        fail: Called with a source and why it says nothing that can be used.
+    """
+    watches: dict[str, Any] = {"file": _watch_file, "dns": _watch_name, "kubernetes": watch_service}
+    return [
+        watch(where, partial(use, name), partial(fail, name))
+        for name, watch in watches.items()
+        if (where := getattr(settings, name)) is not None
+    ]
+
+
+async def _watch_file(
+    path: Path, use: Callable[[Found], None], fail: Callable[[str], None]
+) -> None:
+    file: WatchedFile[Found] = WatchedFile(path, "endpoints", {}, _read, lambda *_: "new ones")
+    while True:
+        await asyncio.to_thread(file.reload)
+        if file.problem is None:
+            use(file.value)
+        else:
+            fail(file.problem)
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _read(path: Path) -> Found:
+    found = read_message(path, EndpointsMessage, "endpoints").endpoints
+    return dict.fromkeys(one.address for one in found)
+
+
+async def _watch_name(
+    endpoint: Endpoint, use: Callable[[Found], None], fail: Callable[[str], None]
+) -> None:
+    parts, port = urlsplit(endpoint.address), endpoint.url.port or 0
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            found = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            fail(f"{parts.hostname}: {error.strerror or error}")
+        else:
+            addresses = {str(one[4][0]) for one in found}
+            urls = (url_of(one, port, parts.scheme) + parts.path for one in sorted(addresses))
+            use(dict.fromkeys(urls, endpoint.address))
+        await asyncio.sleep(LOOK_EVERY_S)

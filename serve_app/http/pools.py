@@ -1,0 +1,103 @@
+"""What is known of every replica, and endpoints that come and go by hand."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, Field
+
+from serve_app.endpoints import AnyEndpoint
+from serve_app.gateway.external import ExternalBackend
+from serve_app.gateway.gateway import Gateway
+from serve_app.gateway.replicas import ReplicaState
+from serve_app.http.auth import Access
+from serve_app.http.decide_schema import Problem
+from serve_app.http.errors import PROBLEMS
+from serve_app.http.reasons import BadRequest
+
+_IN_PROFILE = ("max_batch", "kv_capacity_tokens")
+
+
+class EndpointsChange(BaseModel):
+    """Body of `POST` and `DELETE /v1/pools`."""
+
+    model_config = {"extra": "forbid"}
+
+    pool: str
+    """An external one."""
+    endpoints: Annotated[list[AnyEndpoint], Field(min_length=1, max_length=1000)]
+
+
+def make_router(gateway: Gateway, access: Access) -> APIRouter:
+    """Lay the routes about pools over a gateway.
+
+    Args:
+        gateway: Has the pools.
+        access: Who may look, and who may change.
+    """
+    router, may_change = APIRouter(), [Depends(access.may_change)]
+    denied: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 403: {"model": Problem}}
+
+    @router.get("/v1/pools", dependencies=[Depends(access.may_see_all)], responses=denied)
+    async def pools() -> dict[str, Any]:
+        """Tell what is known of every replica, and from where pools have their endpoints."""
+        now_s, backends = gateway.refresh(), gateway.backends.values()
+        ejected_s, available = gateway.outliers.ejected_s, gateway.available()
+        return {
+            "replicas": [
+                {
+                    **_describe_replica(one, now_s),
+                    "ejected_s": ejected_s(one.replica_id),
+                    "available": one.replica_id in available,
+                }
+                for one in gateway.table.replicas.values()
+            ],
+            "pools": [one.describe() for one in backends if isinstance(one, ExternalBackend)],
+        }
+
+    @router.post("/v1/pools", dependencies=may_change, responses=PROBLEMS)
+    async def add(body: EndpointsChange) -> dict[str, Any]:
+        """Add endpoints to a pool, as far as the cluster file allows it."""
+        return change(body, adds=True)
+
+    @router.delete("/v1/pools", dependencies=may_change, responses=PROBLEMS)
+    async def remove(body: EndpointsChange) -> dict[str, Any]:
+        """Let endpoints of a pool finish what they have begun, and forget them."""
+        return change(body, adds=False)
+
+    def change(body: EndpointsChange, adds: bool) -> dict[str, Any]:
+        pool = gateway.backends.get(body.pool)
+        if not isinstance(pool, ExternalBackend):
+            raise BadRequest(f"pool {body.pool!r} has no endpoints that come and go", 404)
+        urls = [one.address for one in body.endpoints]
+        try:
+            pool.change(urls, adds)
+        except ValueError as error:
+            raise BadRequest(str(error), 422) from None
+        except LookupError as error:
+            raise BadRequest(str(error), 404) from None
+        what = "endpoints added" if adds else "endpoints removed"
+        gateway.manager.note(what, body.pool, ", ".join(urls))
+        gateway.refresh()
+        return pool.describe()
+
+    return router
+
+
+def _describe_replica(replica: ReplicaState, now_s: float) -> dict[str, Any]:
+    status = asdict(replica.status)
+    observed_at_s = status.pop("observed_at_s")
+    return {
+        "replica_id": replica.replica_id,
+        "pool": replica.pool,
+        "profile": replica.profile.model_dump(),
+        "published": status,
+        "age_s": max(now_s - observed_at_s, 0.0),
+        "in_flight": replica.in_flight.count,
+        "prefill_in_flight_tokens": replica.in_flight.prefill_tokens,
+        "output_in_flight_tokens": replica.in_flight.output_tokens,
+        "draining": replica.draining,
+        **{key: value for key, value in asdict(replica.info).items() if key not in _IN_PROFILE},
+    }
