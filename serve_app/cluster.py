@@ -45,15 +45,16 @@ class EndpointProfile(IterationSpeed):
     max_batch: Annotated[int, Field(ge=1)] | None = None
     """Where nobody says: 256, vLLM's default."""
     token_budget: Annotated[int, Field(ge=1)] | None = None
-    """Where nobody says: 2048."""
+    """Left out: 2048, or twice the batch where that is more."""
     kv_capacity_tokens: Annotated[float, Field(ge=1)] | None = None
     """Where nobody says: 131072."""
     source: Literal["declared"] = "declared"
 
     def completed(self, max_batch: int | None, kv_capacity_tokens: float | None) -> EngineProfile:
         """Fill in what an endpoint says of itself; None: it does not."""
+        batch = self.max_batch or max_batch or 256
         told = {
-            "max_batch": max_batch or 256, "token_budget": 2048,
+            "max_batch": batch, "token_budget": max(2048, 2 * batch),
             "kv_capacity_tokens": kv_capacity_tokens or 131_072.0,
         }  # fmt: skip
         return EngineProfile(**told | self.model_dump(exclude_none=True))
