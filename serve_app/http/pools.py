@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 
 from serve_app.endpoints import AnyEndpoint
@@ -58,26 +58,17 @@ def make_router(gateway: Gateway, access: Access) -> APIRouter:
         }
 
     @router.post("/v1/pools", dependencies=may_change, responses=PROBLEMS)
-    async def add(body: EndpointsChange) -> dict[str, Any]:
-        """Add endpoints to a pool, as far as the cluster file allows it."""
-        return change(body, adds=True)
-
     @router.delete("/v1/pools", dependencies=may_change, responses=PROBLEMS)
-    async def remove(body: EndpointsChange) -> dict[str, Any]:
-        """Let endpoints of a pool finish what they have begun, and forget them."""
-        return change(body, adds=False)
-
-    def change(body: EndpointsChange, adds: bool) -> dict[str, Any]:
-        pool = gateway.backends.get(body.pool)
+    async def change(body: EndpointsChange, request: Request) -> dict[str, Any]:
+        """Add endpoints that the cluster file allows; or let some end what they do, and go."""
+        pool, adds = gateway.backends.get(body.pool), request.method == "POST"
         if not isinstance(pool, ExternalBackend):
             raise BadRequest(f"pool {body.pool!r} has no endpoints that come and go", 404)
         urls = [one.address for one in body.endpoints]
         try:
             pool.change(urls, adds)
-        except ValueError as error:
-            raise BadRequest(str(error), 422) from None
-        except LookupError as error:
-            raise BadRequest(str(error), 404) from None
+        except (ValueError, LookupError) as error:
+            raise BadRequest(str(error), 422 if adds else 404) from None
         what = "endpoints added" if adds else "endpoints removed"
         gateway.manager.note(what, body.pool, ", ".join(urls))
         gateway.refresh()
