@@ -232,7 +232,7 @@ class _Attempt:
         if isinstance(error, ReplicaFull):
             told += [error.status, error.retry_after_s]
         elif isinstance(error, ReplicaLacks):
-            told.append(error.is_about_model)
+            told.append(error.model)
         self._link.send(Kind.FAILED, self._number, to_json(told))
 
 

@@ -20,7 +20,7 @@ from serve_app.gateway.discovery import sources_of
 from serve_app.gateway.engine_metrics import StuckMetrics
 from serve_app.gateway.exchange import Attempt, Call
 from serve_app.gateway.forwarding import EndpointAsRayReplica, Forwarder
-from serve_app.gateway.generation import ReplicaFailed
+from serve_app.gateway.generation import ReplicaFailed, ReplicaLacks
 from serve_app.gateway.json_fields import replace_field, set_field
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.replicas import EngineStatus, ReplicaState, ReplicaTable
@@ -285,7 +285,13 @@ class ExternalBackend:
         call, origin = attempt.request.call, endpoint.origin
         headers = self.key + call.headers
         body = self._body(call, attempt.request.model, attempt.order_key)
-        await self._forwarder.forward(origin, headers, body, attempt)
+        try:
+            await self._forwarder.forward(origin, headers, body, attempt)
+        except ReplicaLacks as error:
+            if error.model is not None:
+                model = attempt.request.model
+                error.model = model if model in self.settings.loras else self.settings.model
+            raise
 
     def _body(self, call: Call, model: str | None, order_key: OrderKey | None) -> bytes:
         body = call.body

@@ -160,7 +160,7 @@ class Forwarder:
             return ReplicaFull(what, status, retry_after_s(after, steady_unix_s()), limits)
         rejection = RequestRejected(error.status, headers, body)
         if error.fault is Fault.LACKS:
-            return ReplicaLacks(what, error.is_about_model, rejection)
+            return ReplicaLacks(what, "" if error.is_about_model else None, rejection)
         return rejection
 
     def _read_head(self, connection: Connection, attempt: Attempt) -> None:

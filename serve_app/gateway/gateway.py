@@ -479,7 +479,7 @@ class Gateway:
         except (ReplicaTooSmall, ReplicaLacks, RequestRejected) as error:
             outcome = "rejected"
             if isinstance(error, ReplicaLacks):
-                self._placement.note_lack(replica, answer.needs, error.is_about_model)
+                self._placement.note_lack(replica, answer.needs, error.model)
             raise
         except ReplicaFull as error:
             self._placement.note_full(replica, error)

@@ -55,11 +55,18 @@ class ReplicaLacks(ReplicaRefused):
     """A replica that does not know the model or the route that is asked for; another may."""
 
     def __init__(
-        self, reason: str, is_about_model: bool = True, rejection: RequestRejected | None = None
+        self, reason: str, model: str | None, rejection: RequestRejected | None = None
     ) -> None:
-        """Say what it lacks, a model or a route, and keep what it answered."""
+        """Say what it lacks.
+
+        Args:
+            reason: A sentence.
+            model: Name by which it was asked, empty where the pool fills that in; None: it lacks
+                the route.
+            rejection: What it answered; None: another process knows.
+        """
         super().__init__(reason)
-        self.is_about_model, self.rejection = is_about_model, rejection
+        self.model, self.rejection = model, rejection
 
 
 class ReplicaTimeout(ReplicaFailed):

@@ -156,6 +156,10 @@ class BackOff:
         """How many have refused, and not been forgotten since."""
         return len(self._rests)
 
+    def __contains__(self, what: object) -> bool:
+        """Whether something has refused, and not been forgotten since."""
+        return what in self._rests
+
     def refuse(self, what: tuple[Any, ...], told_s: float | None = None) -> None:
         """Note a refusal; `told_s` is when it says that it may be asked again, seconds."""
         now_s = self._clock_s()

@@ -163,6 +163,8 @@ class Placement:
         """What each endpoint that had no room answered last."""
         self._lacks = BackOff(_LACK_BASE_S, _LACK_MAX_S, outliers.clock_s)
         """By replica, and model or route."""
+        self._listed: dict[tuple[str, str | bytes], tuple[str, frozenset[str] | None]] = {}
+        """Name of a model that a replica did not know, and the names that it listed then."""
         self._ray: RayDefault | None = None
         self._sent = SentQueues()
         """What may wait at each replica, while somebody who decides looks at it."""
@@ -276,12 +278,18 @@ class Placement:
             self._full.refuse((replica.replica_id,), error.retry_after_s)
             self._full_status[replica.replica_id] = error.status
 
-    def note_lack(
-        self, replica: ReplicaState, needs: tuple[str, bytes], is_about_model: bool
-    ) -> None:
-        """Ask a replica no more for a model or a route that it does not know."""
-        model, route = needs
-        self._lacks.refuse((replica.replica_id, model if is_about_model else route))
+    def note_lack(self, replica: ReplicaState, needs: tuple[str, bytes], model: str | None) -> None:
+        """Ask a replica no more for a model or a route that it does not know.
+
+        Args:
+            replica: Which.
+            needs: Model and route of the request.
+            model: Name by which it was asked for the model; None: it lacks the route.
+        """
+        lacking = (replica.replica_id, needs[1] if model is None else needs[0])
+        self._lacks.refuse(lacking)
+        if model is not None:
+            self._listed[lacking] = model, replica.info.models
 
     def note_begun(self, replica: ReplicaState, needs: tuple[str, bytes]) -> None:
         """Note that a replica has begun to answer."""
@@ -402,8 +410,8 @@ class Placement:
             tried = [one.row for name in asked.tried if (one := table.replicas.get(name))]
             rows = rows[~np.isin(rows, tried)]
         if self._lacks:
-            names, left_s = [table.at(row).replica_id for row in rows.tolist()], self._lacks.left_s
-            lacks = [any(left_s((name, need)) for need in asked.needs) for name in names]
+            replicas = [table.at(row) for row in rows.tolist()]
+            lacks = [any(self._is_lacking(one, need) for need in asked.needs) for one in replicas]
             knows = ~np.array(lacks, dtype=bool)
             # Where none is known to know it, one is asked: it says so itself.
             if knows.any() or asked.tried:
@@ -415,6 +423,24 @@ class Placement:
                 np.array([np.inf if name in fitting else 0.0 for name in table.pools]), rows
             )
         return rows
+
+    def _is_lacking(self, replica: ReplicaState, need: str | bytes) -> bool:
+        """Whether a replica does not know a model or a route, as far as it has said.
+
+        What it lists since then says so for certain; else it is asked again after a while.
+        """
+        lacking = (replica.replica_id, need)
+        if lacking not in self._lacks:
+            return False
+        model, listed_then = self._listed.get(lacking, (None, None))
+        listed = replica.info.models
+        if model is not None and listed is not None:
+            if model not in listed:
+                return True
+            if listed != listed_then:
+                self._lacks.forget(lacking)
+                return False
+        return self._lacks.left_s(lacking) > 0.0
 
     def _check_rest(self, asked: Placeable, now_s: float) -> None:
         """Find out whether a request has no replica because all that are left have no room.

@@ -17,9 +17,10 @@ from unit.serve.test_serve_external import (
     until,
 )
 from unit.serve.test_serve_gateway import PROFILE
-from unit.stub_endpoint import DONE, OK, an_event
+from unit.stub_endpoint import DONE, OK, PAGE, an_event
 from unit.virtual_time import run_virtually
 
+from serve_app.gateway import scraping
 from serve_app.gateway.exchange import Call, InferenceRequest
 from serve_app.gateway.faults import EndpointError, Fault, retry_after_s
 from serve_app.gateway.gateway import Gateway, Unserved
@@ -218,6 +219,40 @@ def test_a_model_that_one_endpoint_does_not_know_is_asked_of_the_others():
         assert not gateway.outliers.watches
 
     run(test, 4)
+
+
+def test_an_endpoint_that_lacks_a_model_is_asked_for_it_again_once_it_lists_it(monkeypatch):
+    monkeypatch.setattr(scraping, "INFO_EVERY_S", 0.05)
+
+    def listing(*names):
+        return {
+            "/metrics": PAGE % "0.0",
+            "/v1/models": json.dumps({"data": [{"id": one} for one in names]}),
+        }
+
+    async def test(client, gateway, endpoints):
+        odd = endpoints[0]
+        odd.status, odd.script, odd.pages = 404, (UNKNOWN,), listing("another")
+        await until(lambda: gateway.refresh() and info_of(gateway, odd).models)
+        while not odd.num_asked:
+            text_of(await client.post("/v1/completions", json=BODY))
+        lacks = gateway._placement._lacks
+        # However long that takes.
+        lacks._rests = {name: (0.0, rest_s) for name, (_, rest_s) in lacks._rests.items()}
+        for _ in range(4):
+            text_of(await client.post("/v1/completions", json=BODY))
+        assert odd.num_asked == 1
+        odd.status, odd.script, odd.pages = 200, OK, listing("another", "m")
+        await until(lambda: gateway.refresh() and "m" in info_of(gateway, odd).models)
+        for _ in range(4):
+            text_of(await client.post("/v1/completions", json=BODY))
+        assert odd.num_asked > 1
+
+    run(test, 2, scrapes=True)
+
+
+def info_of(gateway, endpoint):
+    return gateway.table.replicas[endpoint.url].info
 
 
 def test_a_model_that_none_knows_is_the_endpoints_404_and_one_is_asked_from_then_on():
