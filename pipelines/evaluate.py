@@ -9,7 +9,7 @@
     python pipelines/evaluate.py --suite regions
 
 A trace has the columns arrival_s (seconds), context_tokens and generated_tokens, or is one of
-Azure's or Mooncake's.
+Azure's, Mooncake's, Bailian's or BurstGPT's (docs/workloads.md).
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from tokenyard.problem import A, Candidate, D, Problem, R, Row, S, StreamOptions
 from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.registry import mlflow_lookup
 from tokenyard.routing.policy_file import PolicyFileError
+from tokenyard.workload.readers import TraceOptions
 
 BEST = "best"
 MOST_LOAD = 2.0
@@ -51,7 +52,7 @@ WIDTH = 170
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(TraceOptions):
     """Evaluate policies on equal streams, with paired differences to a baseline."""
 
     scenario: str | None = None
@@ -60,7 +61,8 @@ class Args:
     """Several scenarios in one run, in place of one: paper, routing, fleet, regimes, allocation or
     regions."""
     trace: Path | None = None
-    """Replay this recorded trace through the scenario's servers, in windows."""
+    """Replay this recorded trace, a file or a published one by name, through the scenario's
+    servers, in windows."""
     policies: str | None = None
     """Baselines, bounds, champion or policy files (.npz, .py), separated by commas; by default
     every baseline whose signals the servers have (docs/rules.md) and the champion, of allocation
@@ -82,8 +84,6 @@ class Args:
     load: float | None = None
     """Offered load that streams or the trace are scaled to (0.8: four fifths of what the servers
     can do), in place of the scenario's."""
-    on_bad_row: Literal["raise", "skip"] = "raise"
-    """Whether a malformed row of the trace stops the run, or is left out and counted."""
     registry: str | None = None
     """MLflow registry of champions (a URI); MLFLOW_TRACKING_URI serves in its place."""
     jobs: int = 1
@@ -131,7 +131,7 @@ def plan(
     if args.load is not None and not 0 < args.load < MOST_LOAD:
         raise ValueError(f"--load {args.load:g} must lie between 0 and {MOST_LOAD:g}")
     options = StreamOptions(
-        count, args.seed, args.source, args.trace, args.native_time, args.on_bad_row, args.load
+        count, args.seed, args.source, args.trace, args.native_time, args, args.load
     )
     streams, notes = problem.evaluation_streams(scenario, options)
     notes += [f"{one.name}: {one.source}" for one in candidates if not one.is_rule]

@@ -30,7 +30,7 @@ from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.workload.comparison import describe
 from tokenyard.workload.fit import fit_mmpp, fit_own, fit_workload
 from tokenyard.workload.model import WorkloadModel, load_model, poisson_arrivals
-from tokenyard.workload.readers import find_trace, read_trace
+from tokenyard.workload.readers import TraceOptions, find_trace, read_trace
 from tokenyard.workload.trace import Trace
 
 MODELS = Path(tokenyard.workload.__file__).parent / "models"
@@ -66,11 +66,11 @@ SHIPPED = (
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(TraceOptions):
     """Fit a workload model to a trace, or the shipped ones again, or report how good they are."""
 
     trace: Path | None = None
-    """Trace of your own (Azure's, Mooncake's or plain CSV); None: the shipped models."""
+    """Trace of your own (docs/workloads.md); None: the shipped models."""
     out: ResultFile | None = None
     """File (.json) for the model of that trace, or for the generator of `--demand`."""
     train_fraction: float = 0.7
@@ -127,7 +127,7 @@ def write_own(args: Args, trace: Path, out: Path) -> Row:
         raise ValueError(f"--out {out} must end in .json: scenarios name it by that")
     if not 0 < args.train_fraction <= 1:
         raise ValueError(f"--train-fraction {args.train_fraction} must lie in (0, 1]")
-    whole = read_trace(trace)[0]
+    whole, _ = args.read(trace)
     if args.length_scale != 1.0:
         whole = whole.with_lengths_scaled(args.length_scale)
     train = whole.head(int(args.train_fraction * whole.num_requests))

@@ -22,19 +22,18 @@ from tokenyard.problem import Row
 from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.routing.gate import MOST_LOAD
 from tokenyard.routing.own_traffic import Found, OwnTraffic
-from tokenyard.workload.paths import TRACE_FILES, find_trace
-from tokenyard.workload.readers import read_trace
+from tokenyard.workload.readers import TraceOptions
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(TraceOptions):
     """Find the best rule for a fleet and a trace of your own, or train what beats it."""
 
     fleet: str
     """A YAML file with replicas and SLOs (what `calibrate.py --url` writes, or a scenario), or the
     name of a fleet that ships."""
     trace: str
-    """Trace file (Azure's, Mooncake's or plain CSV), or the name of a published one."""
+    """Trace file (docs/workloads.md), or the name of a published one."""
     minutes: float = 10.0
     """For searches; the whole command takes a few minutes more. 0: only rules are played."""
     load: float | None = None
@@ -59,13 +58,10 @@ def train(args: Args, console: Console) -> list[Row]:
         raise ValueError(f"--load {args.load:g} must be above 0, and at most {MOST_LOAD:g}")
     if args.out is not None and args.out.suffix != ".npz":
         raise ValueError(f"--out {args.out} must end in .npz")
-    path = find_trace(args.trace) if args.trace in TRACE_FILES else Path(args.trace)
-    if path is None or not path.is_file():
-        raise ValueError(f"trace {args.trace} is not there")
     name = args.out.stem if args.out else f"{Path(args.trace).stem}_on_{Path(args.fleet).stem}"
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / f"{name}.json"
-        trace = read_trace(path)[0]
+        trace, _ = args.read(args.trace)
         own = OwnTraffic(args.fleet, trace, model, args.minutes, args.load, args.seed)
         found = own.train()
     show(found, console)

@@ -13,7 +13,6 @@ import os
 import time
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,8 +23,7 @@ from tokenyard.routing.scenario import load_scenario
 from tokenyard.statistics.intervals import t_interval
 from tokenyard.types import FloatArray
 from tokenyard.workload.model import load_model, poisson_arrivals
-from tokenyard.workload.paths import TRACE_FILES, find_trace
-from tokenyard.workload.readers import read_trace
+from tokenyard.workload.readers import TraceOptions
 from tokenyard.workload.trace import Trace
 
 WORDS = (
@@ -45,7 +43,7 @@ _ARRIVALS = 1 << 41
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadConfig:
+class LoadConfig(TraceOptions):
     """What is sent where, and when."""
 
     url: str = "http://127.0.0.1:8000"
@@ -117,10 +115,7 @@ def read_stretches(config: LoadConfig, count: int) -> list[Trace]:
             arrival_rng = np.random.default_rng([config.seed, _ARRIVALS])
             trace = replace(trace, arrival_s=poisson_arrivals(num, rate, arrival_rng))
     else:
-        path = find_trace(config.trace) if config.trace in TRACE_FILES else Path(config.trace)
-        if path is None or not path.is_file():
-            raise ValueError(f"trace {config.trace} is not there")
-        trace = read_trace(path)[0].tail_from(config.first)
+        trace = config.read(config.trace)[0].tail_from(config.first)
         factor = config.rate / trace.mean_rate_per_s if config.rate else 1.0
         trace = trace.rescaled(1.0 / (factor * config.rate_scale))
     edges_s = config.duration_s * np.arange(count + 1)

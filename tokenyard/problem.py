@@ -14,13 +14,14 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from tokenyard.artifact import RegistryLookup
 from tokenyard.statistics.intervals import Samples
+from tokenyard.workload.readers import TraceOptions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -194,8 +195,8 @@ class StreamOptions:
     """A recorded trace in place of both."""
     native_time: bool = False
     """Whether the trace keeps its recorded time."""
-    on_bad_row: Literal["raise", "skip"] = "raise"
-    """What a malformed row of the trace does."""
+    reading: TraceOptions = field(default_factory=TraceOptions)
+    """How the trace is read."""
     load: float | None = None
     """Offered load that time is scaled to; None: the scenario's."""
 

@@ -41,7 +41,6 @@ from tokenyard.routing.simulator.streams import (
 from tokenyard.routing.suites import SUITES
 from tokenyard.routing.types import RoutingPolicy
 from tokenyard.routing.validation import Validation, artifact_runs
-from tokenyard.workload.readers import read_trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -194,7 +193,7 @@ PROBLEM = Routing()
 
 def _find_streams(source: StreamSource, options: StreamOptions) -> tuple[StreamSet, list[str]]:
     if options.trace is not None:
-        trace, skipped = read_trace(options.trace, options.on_bad_row)
+        trace, skipped = options.reading.read(options.trace)
         streams = trace_streams(source, trace, options.count, options.native_time, options.load)
         return streams, [f"trace {options.trace}: {skipped} malformed rows skipped"]
     held_out = None if options.source == "synthetic" else held_out_streams(source, options.load)

@@ -1,31 +1,31 @@
-"""Read traces from files: Azure CSV, Mooncake JSON lines, or a plain CSV of your own.
+"""Read traces from files: published layouts, or a table of your own.
 
-Each format is told apart by its first line. Well-formed CSV goes through pandas in one pass; only
-when that finds anything wrong is the file read again line by line, so that an error can name the
-line and the reason, or bad rows can be left out and counted.
+A layout is told by its column names (`_LAYOUTS`; docs/workloads.md describes them), and columns may
+stand in any order and have others beside them. Well-formed CSV goes through pandas in one pass;
+only when that finds anything wrong is the file read again line by line, so that an error can name
+the line and the reason, or bad rows can be left out and counted.
 
-| format | one row | time |
-|---|---|---|
-| Azure | TIMESTAMP,ContextTokens,GeneratedTokens | ISO 8601 date and time, taken as UTC |
-| Mooncake | {"timestamp", "input_length", "output_length", "hash_ids"} | milliseconds |
-| plain | arrival_s,context_tokens,generated_tokens | seconds |
-
-CSV columns may stand in any order and further ones are ignored. The first request always arrives
-at second 0 of the trace.
+Times are dates, numbers since 1970, or numbers since any moment. The size of numbers since 1970
+tells their unit. The unit of others is that of the layout, as long as requests then come at a
+believable rate; else `TraceOptions.time_unit` is asked for. The first request always arrives at
+second 0 of the trace.
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TextIO, cast
 
 import numpy as np
 import pandas as pd
@@ -34,12 +34,31 @@ from tokenyard.types import FloatArray, IntArray
 from tokenyard.workload.paths import TRACE_FILES, find_trace
 from tokenyard.workload.trace import MOST_TOKENS, Trace
 
-__all__ = ["TRACE_FILES", "TraceError", "find_trace", "read_trace"]
+__all__ = ["TRACE_FILES", "TraceError", "TraceOptions", "find_trace", "read_trace"]
 
+TimeUnit = Literal["s", "ms", "us", "ns"]
+_PER_SECOND: dict[TimeUnit, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 _ENCODING = "utf-8-sig"  # the byte order mark that spreadsheets write is not part of a column name
 _YEARS = 1900, 2100
-"""Of what is taken for a time."""
+"""Of what is taken for a date."""
+_EPOCH_S = 1e9, 4.1e9
+"""Of what is taken for seconds since 1970: from 2001 to 2099. A trace whose numbers begin at 0 is
+not within such a range, whatever its unit is."""
+_RATES_PER_S = 0.01, 200.0
+"""Requests per second that are believed without being told the unit of the times."""
+_FEW = 10
+"""Rows that are too few to tell what is odd about one of them."""
+_MOST_BAD = 0.01
+"""Share of the rows that may be left out."""
+_LULL_S = 1800.0, 86_400.0
+"""Seconds that a row may be away from the others whatever these span: one that stands before an
+earlier or after a later one, and one in order."""
+_QUOTED = 80
+"""Characters of a file that a message repeats at most."""
+_HEAD = 1 << 16
+"""Characters in which a layout is looked for: a JSON file may be one line."""
 _INTEGER = re.compile(r"\s*[+-]?\d+(\.0*)?\s*")
+_KEY = re.compile(r'"([^"\\]{1,40})"\s*:')
 
 
 class TraceError(ValueError):
@@ -47,21 +66,50 @@ class TraceError(ValueError):
 
 
 class _Layout(NamedTuple):
-    """Where a format keeps its three columns, and what its times are."""
+    """Where a format keeps its three columns, and what its numbers mean."""
 
+    name: str
     time: str
     context: str
     generated: str
-    seconds_per_unit: float | None
-    """None: times are calendar dates."""
+    units: tuple[TimeUnit, ...] = ()
+    """What times may be in that are numbers and do not count from 1970: the first one, or, where
+    they have fractions, any; none: there is no telling."""
+    mark: str | None = None
+    """A further column that only this layout has."""
+    block_tokens: int | None = None
+    """Tokens of the prompt that one of its hash ids stands for."""
 
 
-MOONCAKE_BLOCK_TOKENS = 512
-"""Tokens of the prompt that one of Mooncake's hash ids stands for (Qin et al. 2025, FAST, 4.1)."""
+_LENGTHS = "timestamp", "input_length", "output_length"
+_LAYOUTS = (
+    _Layout("Azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    _Layout("BurstGPT", "Timestamp", "Request tokens", "Response tokens", ("s",)),
+    _Layout("plain", "arrival_s", "context_tokens", "generated_tokens", ("s",)),
+    _Layout("Bailian", *_LENGTHS, ("s",), "chat_id", 16),
+    # Milliseconds are whole; converters have also written seconds under the same names.
+    _Layout("Mooncake", *_LENGTHS, ("ms", "s"), "hash_ids", 512),
+    _Layout("Mooncake without hash ids", *_LENGTHS),
+)
+_NO_TRACES = {
+    "resourceSpans": "an OpenTelemetry export",
+    "ttfts": "the result of a benchmark (vllm bench serve)",
+    "custom_id": "a batch of requests",
+    "conversations": "a set of conversations",
+    "messages": "a set of conversations",
+}
+"""What JSON without the columns of a layout is, by a key of it."""
 
-_AZURE = _Layout("TIMESTAMP", "ContextTokens", "GeneratedTokens", None)
-_MOONCAKE = _Layout("timestamp", "input_length", "output_length", 1e-3)
-_PLAIN = _Layout("arrival_s", "context_tokens", "generated_tokens", 1.0)
+
+class _Row(NamedTuple):
+    """One row as text; `fault` says why it has no fields."""
+
+    line: int
+    time: str = ""
+    context: str = ""
+    generated: str = ""
+    hashes: tuple[int, ...] = ()
+    fault: str | None = None
 
 
 class _Times(NamedTuple):
@@ -69,99 +117,176 @@ class _Times(NamedTuple):
 
     seconds: FloatArray
     origin: datetime | None
+    unit: str
+    """In words."""
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One row as text; `fault` says why it has no fields."""
+class _Found(NamedTuple):
+    """A trace, and how it was read."""
 
-    line: int
-    time: str = ""
-    context: str = ""
-    generated: str = ""
-    hashes: tuple[int, ...] | None = None
-    fault: str | None = None
+    trace: Trace
+    bad: int
+    """Rows that were left out as they are malformed."""
+    described: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """How a trace is read: options of all commands that take one."""
+
+    time_unit: TimeUnit | None = None
+    """Unit of the trace's times where they are numbers; None: found out."""
+    block_tokens: int | None = None
+    """Tokens of the prompt that one of the trace's hash ids stands for; None: its layout's."""
+    on_bad_row: Literal["raise", "skip"] = "raise"
+    """Whether a malformed row of the trace stops the run, or is left out and counted, up to 1 %."""
+
+    def read(self, trace: Path | str) -> tuple[Trace, int]:
+        """Read a file, or the published trace of that name; say on stderr what was recognised.
+
+        Returns:
+            The trace, and how many bad rows were left out.
+
+        Raises:
+            ValueError: There is no such file.
+            TraceError: As of `read_trace`.
+        """
+        path = find_trace(str(trace)) if str(trace) in TRACE_FILES else Path(trace)
+        if path is None or not path.is_file():
+            raise ValueError(f"trace {trace} is not there")
+        tell = partial(print, file=sys.stderr)
+        return read_trace(path, self.on_bad_row, self.time_unit, self.block_tokens, tell)
 
 
 def read_trace(
-    path: Path | str, on_bad_row: Literal["raise", "skip"] = "raise"
+    path: Path | str,
+    on_bad_row: Literal["raise", "skip"] = "raise",
+    time_unit: TimeUnit | None = None,
+    block_tokens: int | None = None,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> tuple[Trace, int]:
-    """Read a trace file of any supported format.
+    """Read a trace file of any known layout, packed by gzip or not.
+
+    Rows that are out of order are sorted. Requests that failed, which BurstGPT's traces have, are
+    left out.
 
     Args:
         path: The file.
-        on_bad_row: `raise` stops at the first bad row; `skip` leaves bad rows out. A row that
-            is earlier than the last good one is a bad row.
+        on_bad_row: `raise` stops at the first bad row; `skip` leaves bad rows out.
+        time_unit: Of times that are numbers; None: found out.
+        block_tokens: Tokens that a hash id stands for; None: those of the layout.
+        tell: Is called with a line that says what was recognised.
 
     Returns:
-        The trace, and how many rows were left out.
+        The trace, and how many bad rows were left out.
 
     Raises:
-        TraceError: A row is bad and `on_bad_row` is `raise`, a column is missing, or there is
-            no usable row at all.
+        TraceError: A row is bad and `on_bad_row` is `raise`, or more than 1 % of the rows are; a
+            column is missing; there is no row at all; or the unit of times is not given and cannot
+            be told.
     """
     path = Path(path)
-    layout, header = _sniff(path)
-    trace = _read_clean_csv(path, layout, header) if header else None
-    if trace is not None:
-        return trace, 0
-    rows = list(_csv_rows(path, layout, header) if header else _json_rows(path, layout))
-    return _from_rows(path, rows, layout, on_bad_row)
+    if block_tokens is not None and block_tokens < 1:
+        raise TraceError(f"blocks of {block_tokens} tokens are none; give at least 1")
+    try:
+        layout, header = _sniff(path)
+        layout = layout._replace(block_tokens=block_tokens or layout.block_tokens)
+        found = _read_clean_csv(path, layout, header, time_unit) if header else None
+        if found is None:
+            rows = list(_csv_rows(path, layout, header) if header else _json_rows(path, layout))
+            found = _from_rows(path, rows, layout, time_unit, on_bad_row)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(f"{path}: what was packed by gzip is broken: {error}") from None
+    if block_tokens is None:
+        _check_blocks(path, found.trace)
+    tell(f"trace {path}: {found.described}")
+    return found.trace, found.bad
+
+
+def _is_packed(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"\x1f\x8b"
+
+
+def _open(path: Path) -> TextIO:
+    opened = gzip.open if _is_packed(path) else open
+    return cast(TextIO, opened(path, "rt", encoding=_ENCODING, errors="replace", newline=""))
+
+
+def _quote(text: object) -> str:
+    """What a message repeats of a file."""
+    whole = str(text)
+    return repr(whole) if len(whole) <= _QUOTED else f"{whole[:_QUOTED]!r} ..."
 
 
 def _sniff(path: Path) -> tuple[_Layout, list[str] | None]:
     """Return the layout and, for CSV, the column names of line 1."""
-    with path.open(encoding=_ENCODING, errors="replace") as file:
-        first_line = file.readline().strip()
+    with _open(path) as file:
+        head = file.read(_HEAD)
+    first_line = head.split("\n", 1)[0].strip()
     if not first_line:
         raise TraceError(f"{path}, line 1: the file is empty; expected a header or a JSON object")
-    if first_line.startswith("{"):
-        return _MOONCAKE, None
-    header = [name.strip() for name in next(csv.reader([first_line]))]
-    for layout in (_AZURE, _PLAIN):
-        expected = layout[:3]
-        if set(expected) & set(header):
-            missing = [name for name in expected if name not in header]
-            if missing:
-                raise TraceError(f"{path}, line 1: missing column {missing[0]}; found {header}")
-            return layout, header
+    if first_line.startswith("["):
+        raise TraceError(f"{path}: a JSON list is no trace; a trace has one JSON object per line")
+    is_json = first_line.startswith("{")
+    names = (
+        list(dict.fromkeys(_KEY.findall(head)))
+        if is_json
+        else [name.strip() for name in next(csv.reader([first_line]))]
+    )
+    for layout in _LAYOUTS:
+        if {*layout[1:4], layout.mark or layout.time} <= set(names):
+            return layout, None if is_json else names
+    if is_json:
+        what = next((_NO_TRACES[name] for name in names if name in _NO_TRACES), "this JSON")
+        keys = _quote(", ".join(names))
+        raise TraceError(
+            f"{path}: {what} is no trace: its keys are {keys}, and every line of a trace has "
+            f"{', '.join(_LENGTHS)}"
+        )
+    for layout in _LAYOUTS:
+        missing = [name for name in layout[1:4] if name not in names]
+        if len(missing) < 3:
+            raise TraceError(
+                f"{path}, line 1: missing column {missing[0]}; found {_quote(', '.join(names))}"
+            )
     if {"\0", "\ufffd"} & set(first_line):
         raise TraceError(f"{path}, line 1: this is no text in UTF-8; unpack or convert it first")
-    known = " or ".join(",".join(layout[:3]) for layout in (_AZURE, _PLAIN))
-    raise TraceError(f"{path}, line 1: unknown header {first_line!r}; expected {known}, or JSON")
+    known = " or ".join(",".join(layout[1:4]) for layout in _LAYOUTS[:3])
+    raise TraceError(
+        f"{path}, line 1: unknown header {_quote(first_line)}; expected {known}, or JSON"
+    )
 
 
-def _read_clean_csv(path: Path, layout: _Layout, header: list[str]) -> Trace | None:
-    """Return the trace, or None as soon as anything is wrong with the file."""
-    dates = layout.seconds_per_unit is None
-    types = {
-        layout.time: "str" if dates else "float64",
-        layout.context: "int64",
-        layout.generated: "int64",
-    }
+def _read_clean_csv(
+    path: Path, layout: _Layout, header: list[str], time_unit: TimeUnit | None
+) -> _Found | None:
+    """Read all rows at once; None as soon as anything is wrong with one of them."""
+    types = {layout.context: "int64", layout.generated: "int64"}
+    packing: Literal["gzip"] | None = "gzip" if _is_packed(path) else None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", pd.errors.ParserWarning)
+            warnings.simplefilter("error")
             frame = pd.read_csv(
-                path, header=0, names=header, index_col=False, dtype=types, encoding=_ENCODING
-            )
-    except (ValueError, OverflowError, pd.errors.ParserWarning):
+                path, header=0, names=header, index_col=False, dtype=types, encoding=_ENCODING,
+                compression=packing,
+            )  # fmt: skip
+    except (ValueError, OverflowError, Warning):
         return None
-    times = _parse_times(frame[layout.time], layout)
-    tokens = frame[[layout.context, layout.generated]].to_numpy(np.int64)
-    ordered = len(frame) > 0 and bool((np.diff(times.seconds) >= 0).all())
-    if not ordered or not np.isfinite(times.seconds).all():
+    tokens = frame[list(types)].to_numpy(np.int64)
+    if frame.empty or (tokens < 0).any() or (tokens >= MOST_TOKENS).any():
         return None
-    if (tokens < 0).any() or (tokens >= MOST_TOKENS).any():
+    times = _parse_times(path, frame[layout.time], layout, time_unit)
+    if not np.isfinite(times.seconds).all() or _astray_s(times.seconds).any():
         return None
-    return _trace(times, tokens, None)
+    return _found(path, layout, times, tokens, None, 0)
 
 
 def _csv_rows(path: Path, layout: _Layout, header: list[str]) -> Iterator[_Row]:
     """Rows as CSV has them: a quoted field may go over several lines, and be of any length."""
-    columns = [header.index(name) for name in layout[:3]]
+    columns = [header.index(name) for name in layout[1:4]]
     csv.field_size_limit(sys.maxsize)
-    with path.open(encoding=_ENCODING, errors="replace", newline="") as file:
+    with _open(path) as file:
         reader = csv.reader(file, strict=True)
         next(reader)
         while True:
@@ -184,99 +309,211 @@ def _csv_rows(path: Path, layout: _Layout, header: list[str]) -> Iterator[_Row]:
 
 
 def _json_rows(path: Path, layout: _Layout) -> Iterator[_Row]:
-    for line, text in _numbered_lines(path):
-        try:
-            record = json.loads(text, parse_int=str, parse_float=str)
-            hashes = tuple(int(block) for block in record.get("hash_ids") or ())
-            time, context, generated = (str(record[name]) for name in layout[:3])
-            yield _Row(line, time, context, generated, hashes)
-        except KeyError as error:
-            yield _Row(line, fault=f"missing column {error.args[0]}")
-        except (ValueError, TypeError, AttributeError):
-            yield _Row(line, fault=f"not a JSON object with {', '.join(layout[:3])}: {text[:80]!r}")
-
-
-def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    with path.open(encoding=_ENCODING, errors="replace") as file:
-        for line, text in enumerate(file, start=1):
-            if text.strip():
-                yield line, text.strip()
+    with _open(path) as file:
+        for line, text in enumerate(map(str.strip, file), start=1):
+            if not text:
+                continue
+            try:
+                record = json.loads(text, parse_int=str, parse_float=str)
+                hashes = tuple(int(block) for block in record.get("hash_ids") or ())
+                time, context, generated = (str(record[name]) for name in layout[1:4])
+                yield _Row(line, time, context, generated, hashes)
+            except KeyError as error:
+                yield _Row(line, fault=f"missing column {error.args[0]}")
+            except (ValueError, TypeError, AttributeError):
+                wanted = ", ".join(layout[1:4])
+                yield _Row(line, fault=f"not a JSON object with {wanted}: {_quote(text)}")
 
 
 def _from_rows(
-    path: Path, rows: list[_Row], layout: _Layout, on_bad_row: Literal["raise", "skip"]
-) -> tuple[Trace, int]:
+    path: Path,
+    rows: list[_Row],
+    layout: _Layout,
+    time_unit: TimeUnit | None,
+    on_bad_row: Literal["raise", "skip"],
+) -> _Found:
     """Build the trace from the good rows; see `read_trace` for what happens to the others."""
     if not rows:
         raise TraceError(f"{path}, line 2: the file has a header and no request")
-    times = _parse_times(pd.Series([row.time for row in rows], dtype=str), layout)
-    faults = _find_faults(rows, times.seconds)
+    texts = pd.Series([row.time for row in rows], dtype=str)
+    times = _parse_times(path, texts, layout, time_unit)
+    away_s = _astray_s(times.seconds).tolist()
+    faults = [
+        row.fault or _find_fault(row, layout, *of_time)
+        for row, *of_time in zip(rows, times.seconds.tolist(), away_s, strict=True)
+    ]
     good = [i for i, fault in enumerate(faults) if fault is None]
-    if on_bad_row == "raise" or not good:
-        for row, fault in zip(rows, faults, strict=True):
-            if fault is not None:
-                raise TraceError(f"{path}, line {row.line}: {fault}")
+    bad = len(rows) - len(good)
+    if bad and (on_bad_row == "raise" or bad > _MOST_BAD * len(rows)):
+        row, fault = next(pair for pair in zip(rows, faults, strict=True) if pair[1])
+        many = f"; {bad:,} of {len(rows):,} rows are bad, and at most 1 % can be left out"
+        raise TraceError(f"{path}, line {row.line}: {fault}{many if on_bad_row == 'skip' else ''}")
     kept = [rows[i] for i in good]
     tokens = np.array([[int(float(r.context)), int(float(r.generated))] for r in kept], np.int64)
-    hashes = _numbered(row.hashes or () for row in kept) if layout is _MOONCAKE else None
-    trace = _trace(_Times(times.seconds[good], times.origin), tokens, hashes)
-    return trace, len(rows) - len(good)
+    hashes = None if layout.block_tokens is None else _numbered(row.hashes for row in kept)
+    return _found(path, layout, times._replace(seconds=times.seconds[good]), tokens, hashes, bad)
 
 
-def _numbered(chains: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+def _numbered(chains: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Blocks by numbers in order of appearance, as hashes may be of any size."""
     numbers: dict[int, int] = {}
-    return tuple(tuple(numbers.setdefault(x, len(numbers)) for x in chain) for chain in chains)
+    return [tuple(numbers.setdefault(x, len(numbers)) for x in chain) for chain in chains]
 
 
-def _find_faults(rows: list[_Row], seconds: FloatArray) -> list[str | None]:
-    faults: list[str | None] = []
-    latest_s = -np.inf
-    for row, time_s in zip(rows, seconds.tolist(), strict=True):
-        fault = row.fault or _find_fault(row, time_s, latest_s)
-        latest_s = latest_s if fault else time_s
-        faults.append(fault)
-    return faults
-
-
-def _find_fault(row: _Row, time_s: float, latest_s: float) -> str | None:
+def _find_fault(row: _Row, layout: _Layout, time_s: float, away_s: float) -> str | None:
     if not np.isfinite(time_s):
-        return f"unparsable time {row.time!r}"
+        return f"unparsable time {_quote(row.time)}"
     for what, text in (("context", row.context), ("generated", row.generated)):
         if not _INTEGER.fullmatch(text):
-            return f"{what} tokens {text!r} are no integer"
+            return f"{what} tokens {_quote(text)} are no integer"
         if float(text) < 0:
-            return f"negative {what} tokens {text}"
+            return f"negative {what} tokens {text[:_QUOTED]}"
         if float(text) >= MOST_TOKENS:
-            return f"{what} tokens {text} are beyond any prompt"
-    if time_s < latest_s:
-        return f"time {row.time} is before the row above it; rows must be in order of arrival"
+            return f"{what} tokens {text[:_QUOTED]} are beyond any prompt"
+    if away_s:
+        return f"time {_quote(row.time)} is {away_s:,.0f} s away from those of the other rows"
+    size, context = layout.block_tokens, int(float(row.context))
+    if row.hashes and size is None:
+        return "nothing tells how many tokens a hash id stands for: give --block-tokens N"
+    if size is not None and len(row.hashes) > -(-context // size):
+        return (
+            f"{len(row.hashes)} blocks of {size} tokens are more than the {context} tokens of the "
+            "prompt: give --block-tokens N"
+        )
     return None
 
 
-def _parse_times(texts: pd.Series[str] | pd.Series[float], layout: _Layout) -> _Times:
-    """Parse numbers or dates; the origin of dates is the first that can be read."""
-    if layout.seconds_per_unit is not None:
-        numbers = pd.to_numeric(texts, errors="coerce").to_numpy(np.float64)
-        return _Times(numbers * layout.seconds_per_unit, None)
+def _parse_times(
+    path: Path,
+    texts: pd.Series[str] | pd.Series[float],
+    layout: _Layout,
+    time_unit: TimeUnit | None,
+) -> _Times:
+    """Parse numbers or dates; their origin is the first that can be read."""
+    # A row in a thousand tells, as none is of both kinds.
+    sample = pd.to_numeric(texts.iloc[:: 1 + len(texts) // 1000], errors="coerce")
+    if sample.notna().mean() <= 0.5:
+        return _parse_dates(texts)
+    numbers = pd.to_numeric(texts, errors="coerce").to_numpy(np.float64)
+    ordered = np.sort(numbers[np.isfinite(numbers)])
+    ends = np.quantile(ordered, (0.05, 0.95))
+    units = list(_PER_SECOND) if time_unit is None else [time_unit]
+    for unit in units:
+        since_1970_s = ends / _PER_SECOND[unit]
+        if _EPOCH_S[0] <= since_1970_s[0] and since_1970_s[1] < _EPOCH_S[1]:
+            origin = datetime.fromtimestamp(ordered[0] / _PER_SECOND[unit], UTC)
+            seconds = (numbers - ordered[0]) / _PER_SECOND[unit]
+            return _Times(seconds, origin, f"{unit} since 1970")
+    unit = time_unit or _tell_unit(path, layout, ordered)
+    return _Times((numbers - ordered[0]) / _PER_SECOND[unit], None, f"times in {unit}")
+
+
+def _parse_dates(texts: pd.Series[str] | pd.Series[float]) -> _Times:
     dates = pd.to_datetime(texts, format="ISO8601", utc=True, errors="coerce")
     # 0001-01-01 and 9999-12-31 stand for no time at all, and differ too much from one.
     dates = dates.where(dates.dt.year.between(*_YEARS))
     readable = dates.dropna()
     if readable.empty:
-        return _Times(np.full(len(dates), np.nan), None)
-    seconds = (dates - readable.iloc[0]).dt.as_unit("ns") / pd.Timedelta(1, "s")
-    return _Times(np.asarray(seconds, np.float64), readable.iloc[0].floor("us").to_pydatetime())
+        return _Times(np.full(len(dates), np.nan), None, "dates")
+    origin = readable.iloc[0]
+    seconds = (dates - origin).dt.as_unit("ns") / pd.Timedelta(1, "s")
+    return _Times(np.asarray(seconds, np.float64), origin.floor("us").to_pydatetime(), "dates")
 
 
-def _trace(times: _Times, tokens: IntArray, hashes: tuple[tuple[int, ...], ...] | None) -> Trace:
-    first_s = float(times.seconds[0])
-    origin = times.origin and times.origin + pd.Timedelta(first_s, "s").to_pytimedelta()
-    return Trace(
-        arrival_s=times.seconds - first_s,
-        context_tokens=np.ascontiguousarray(tokens[:, 0]),
-        generated_tokens=np.ascontiguousarray(tokens[:, 1]),
-        started_at=origin,
-        prefix_hashes=hashes,
-        prefix_block_tokens=None if hashes is None else MOONCAKE_BLOCK_TOKENS,
+def _tell_unit(path: Path, layout: _Layout, ordered: FloatArray) -> TimeUnit:
+    """The unit of the layout at which requests come at a believable rate.
+
+    Raises:
+        TraceError: There is none, or more than one.
+    """
+    bulk = _bulk(ordered)
+    span = float(bulk[-1] - bulk[0])
+    rates = {unit: (len(bulk) - 1) * per / span for unit, per in _PER_SECOND.items() if span > 0}
+    units = layout.units if (ordered % 1).any() else layout.units[:1]
+    low, high = _RATES_PER_S
+    believed = [unit for unit in units if low <= rates.get(unit, 1.0) <= high]
+    if len(believed) == 1:
+        return believed[0]
+    would_be = ", ".join(f"{rate:,.3g} a second in {unit}" for unit, rate in rates.items())
+    raise TraceError(
+        f"{path}: nothing tells the unit of {layout.time!r} for certain; its {len(ordered):,} rows "
+        f"would be {would_be or 'at one instant'}: give --time-unit s|ms|us|ns"
     )
+
+
+def _bulk(ordered: FloatArray) -> FloatArray:
+    """All but a twentieth at both ends."""
+    trim = max(1, len(ordered) // 20) if len(ordered) >= _FEW else 0
+    return ordered[trim : len(ordered) - trim]
+
+
+def _astray_s(seconds: FloatArray) -> FloatArray:
+    """How far rows are from the others whose clock must be wrong, seconds; 0 for all other rows."""
+    bulk = _bulk(np.sort(seconds[np.isfinite(seconds)]))
+    if len(seconds) < _FEW or bulk[0] == bulk[-1]:
+        return np.zeros(len(seconds))
+    span_s = bulk[-1] - bulk[0]
+    away_s = np.fmax(np.fmax(bulk[0] - seconds, seconds - bulk[-1]), 0.0)
+    above = np.fmax.accumulate(seconds)
+    below = np.fmin.accumulate(seconds[::-1])[::-1]
+    in_order = (seconds >= above) & (seconds <= below)
+    beside, apart = _LULL_S
+    most_s = np.where(in_order, max(100 * span_s, apart), max(span_s, beside))
+    return np.where(away_s > most_s, away_s, 0.0)
+
+
+def _check_blocks(path: Path, trace: Trace) -> None:
+    """Refuse a size of blocks of which prompts have another number: layouts tell whole prompts.
+
+    Raises:
+        TraceError: One in ten has more than that.
+    """
+    size = trace.prefix_block_tokens or 1
+    counts = np.array([len(chain) for chain in trace.prefix_hashes or ()])
+    fits = np.abs(counts - trace.context_tokens[: len(counts)] / size)[counts > 0] < 1
+    if len(fits) >= _FEW and fits.mean() < 0.9:
+        raise TraceError(
+            f"{path}: {len(fits) - fits.sum():,} of {len(fits):,} prompts have fewer hash ids than "
+            f"blocks of {size} tokens: give --block-tokens N"
+        )
+
+
+def _found(
+    path: Path,
+    layout: _Layout,
+    times: _Times,
+    tokens: IntArray,
+    hashes: list[tuple[int, ...]] | None,
+    bad: int,
+) -> _Found:
+    """Leave out what failed, sort the rest, and say what it is."""
+    seconds = times.seconds
+    # BurstGPT's traces hold requests that failed, by an answer of no token.
+    kept = np.flatnonzero((tokens[:, 1] > 0) | (layout.name != "BurstGPT"))
+    if not len(kept):
+        raise TraceError(f"{path}: all {len(tokens):,} requests failed: none has a token of answer")
+    failed = len(tokens) - len(kept)
+    moved = int((seconds[kept] < np.maximum.accumulate(seconds[kept])).sum())
+    kept = kept[np.argsort(seconds[kept], kind="stable")]
+    first_s = float(seconds[kept[0]])
+    trace = Trace(
+        arrival_s=seconds[kept] - first_s,
+        context_tokens=tokens[kept, 0],
+        generated_tokens=tokens[kept, 1],
+        started_at=times.origin and times.origin + pd.Timedelta(first_s, "s").to_pytimedelta(),
+        prefix_hashes=None if hashes is None else tuple(hashes[i] for i in kept.tolist()),
+        prefix_block_tokens=None if hashes is None else layout.block_tokens,
+    )
+    described = f"layout {layout.name}, {times.unit}, "
+    if trace.prefix_hashes is not None and trace.prefix_block_tokens is not None:
+        size, context = trace.prefix_block_tokens, trace.context_tokens
+        told = np.minimum([size * len(chain) for chain in trace.prefix_hashes], context).sum()
+        share = 100 * told / max(context.sum(), 1)
+        described += f"blocks of {size} tokens ({share:.0f} % of all prompts), "
+    described += f"rows: {trace.num_requests:,}, span: {trace.duration_s:,.6g} s"
+    for what, count in (
+        ("out of order, now sorted", moved), ("failed, without an answer, left out", failed),
+        ("bad, left out", bad),
+    ):  # fmt: skip
+        described += f"; {what}: {count:,}" if count else ""
+    return _Found(trace, bad, described)
