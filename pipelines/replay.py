@@ -15,13 +15,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -35,6 +36,7 @@ from serve_app.app import LOCAL_ADMIN_VARIABLE
 from serve_app.http.free_port import free_port
 from serve_app.load_generator import (
     Answer,
+    Ask,
     Client,
     LoadConfig,
     as_sent,
@@ -46,6 +48,7 @@ from serve_app.load_generator import (
 )
 from tokenyard.figures import colours, log_seconds, new_axes, new_figure, save_figures, words
 from tokenyard.provenance import ResultFile, command_line, write_result
+from tokenyard.routing.fleet import TrafficClass
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.twin import agreement, runners, simulate
 from tokenyard.workload.trace import Trace
@@ -67,7 +70,8 @@ class Args(LoadConfig):
     pause_s: tyro.conf.Suppress[float] = LoadConfig.pause_s
     timeout_s: tyro.conf.Suppress[float] = LoadConfig.timeout_s
     slo_response_s: float | None = None
-    """What counts as good; None: what the served policy was trained to keep."""
+    """Response time above which a request violates its SLO; None: the SLOs of the first class of
+    `simulate`, else what the served policy was trained to keep."""
     simulate: str | None = None
     """Scenario of the same replicas (`calibrate.py --url`): simulate the same requests as well."""
     figure: Path | None = None
@@ -148,21 +152,6 @@ def _delta(row: dict[str, Any], prefix: str) -> str:
     return f"{100 * estimate:+.1f}{interval}"
 
 
-def add_simulated(
-    args: Args,
-    scenario: Scenario,
-    policies_of: str,
-    sent: list[Trace],
-    rows: list[dict[str, Any]],
-) -> None:
-    """Put what the simulator says of the same requests into the rows, means over what was sent."""
-    names = [row["policy"] for row in rows]
-    found = [simulate(scenario, policies_of, one, names, args.seed) for one in sent]
-    for row in rows:
-        for key in ("mean_response_s", "p99_response_s", "mean_ttft_s", "slo_violation_fraction"):
-            row[f"simulated_{key}"] = mean(one[row["policy"]][key] for one in found)
-
-
 def print_simulated(console: Console, rows: list[dict[str, Any]]) -> None:
     """Lay out measured beside simulated."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -189,8 +178,108 @@ def print_simulated(console: Console, rows: list[dict[str, Any]]) -> None:
     )
 
 
-async def run(args: Args, console: Console) -> list[dict[str, Any]]:
-    """Replay, policy by policy in turns, and return the rows."""
+class Decider(NamedTuple):
+    """Who decides at a gateway."""
+
+    active: str
+    sha256: str
+    last_change: str
+    """Newest of the gateway's changes of policies, in words."""
+
+
+@dataclass
+class Measured:
+    """What has been measured so far: whatever ends a replay, this is told and written."""
+
+    source: str
+    baseline: str = ""
+    turns: dict[str, list[dict[str, float] | None]] = field(default_factory=dict)
+    """Metrics by policy and turn; None: that turn is void."""
+    answers: dict[str, list[Answer]] = field(default_factory=dict)
+    limits: tuple[float, float | None, float | None] = (math.inf, None, None)
+    """SLOs on the response, the first token and the time per token, seconds; None: there is none.
+    """
+    twin: Scenario | None = None
+    """What is simulated."""
+    policies_of: str = ""
+    """Scenario whose champion and tuned rules decide."""
+    sent: dict[int, Trace] = field(default_factory=dict)
+    """What was sent, as the endpoint counted its lengths, by stretch of the traffic."""
+
+    def add(
+        self,
+        name: str,
+        asks: list[Ask],
+        answers: list[Answer],
+        took_s: float,
+        why_void: str | None = None,
+    ) -> None:
+        """Add a turn of a policy, and tell of it."""
+        if not answers:
+            return
+        found = summarise(asks, answers, took_s, *self.limits)
+        turns = self.turns[name]
+        turns.append(None if why_void else found)
+        failures = Counter(one.failure for one in answers if one.failure is not None)
+        why = "".join(f"; {count} x {reason}" for reason, count in failures.most_common(3))
+        why += f"; void: {why_void}" if why_void else ""
+        told = f"turn {len(turns)} {name}: mean {found['mean_response_s']:.3f} s{why}"
+        print(told, file=sys.stderr, flush=True)
+        if not why_void:
+            self.answers.setdefault(name, []).extend(answers)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per policy that has a turn which is not void."""
+        rows = make_rows(self.turns, self.baseline, self.source)
+        return [row | {"void_turns": self.turns[row["policy"]].count(None)} for row in rows]
+
+
+def add_simulated(
+    seed: int, twin: Scenario, measured: Measured, rows: list[dict[str, Any]]
+) -> None:
+    """Put what the simulator says of the same requests into the rows, means over what was sent."""
+    names = [row["policy"] for row in rows]
+    found = [
+        simulate(twin, measured.policies_of, one, names, seed) for one in measured.sent.values()
+    ]
+    for row in rows:
+        for key in ("mean_response_s", "p99_response_s", "mean_ttft_s", "slo_violation_fraction"):
+            row[f"simulated_{key}"] = mean(one[row["policy"]][key] for one in found)
+
+
+async def decider(client: Client) -> Decider | None:
+    """Ask who decides; None: what answers is no gateway."""
+    try:
+        card, policies = await client.get("/v1/policy"), await client.get("/v1/policies")
+        # Other events are of plans and keys.
+        changes = [one for one in policies["events"] if "@" in one["policy"]]
+        last = "{what} {policy} at {time_s}".format(**changes[0]) if changes else "unknown"
+        return Decider(card["active"], card["sha256"], last)
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return None
+
+
+def slo_of(args: Args, twin: Scenario | None, card: dict[str, Any]) -> tuple[TrafficClass, str]:
+    """What counts as a violation, measured and simulated alike, and who says so.
+
+    Raises:
+        ValueError: Nobody does.
+    """
+    if args.slo_response_s is not None:
+        return TrafficClass(name="all", response_s=args.slo_response_s), "--slo-response-s"
+    if twin is not None:
+        # A request that names no class has the first one.
+        first = TrafficClass(name="all") if twin.fleet is None else twin.fleet.classes[0]
+        response_s = first.response_s or twin.slo_response_s
+        slo = first.model_copy(update={"response_s": response_s})
+        return slo, f"class {slo.name!r} of scenario {twin.name}"
+    if "slo_response_s" not in card:
+        raise ValueError("the endpoint tells no SLO: give --slo-response-s")
+    return TrafficClass(name="all", response_s=card["slo_response_s"]), "the policy that decides"
+
+
+async def run(args: Args, console: Console, measured: Measured) -> None:
+    """Replay, policy by policy in turns."""
     stretches = read_stretches(args, args.repeats if args.advance else 1)
     twin = load_scenario(args.simulate) if args.simulate else None
     client = Client(args)
@@ -203,65 +292,92 @@ async def run(args: Args, console: Console) -> list[dict[str, Any]]:
         longest = int(model.get("max_model_len") or 4096)
         asks = [make_asks(args, one, words_per_token, longest) for one in stretches]
         names = [one.strip() for one in (args.compare or "").split(",") if one.strip()]
-        before = card.get("active", card.get("name", "as served"))
+        begun = await decider(client)
+        before = card.get("name", "as served") if begun is None else begun.active
         baseline = args.baseline or (names[0] if names else before)
         if names and baseline not in names:
             names.append(baseline)
         elif not names and baseline != before:
             raise ValueError(f"baseline {baseline!r} does not decide; name it in --compare, too")
+        slo, whose = slo_of(args, twin, card)
         if twin is not None:
-            policies_of = card.get("scenario") or twin.name
-            runners(twin, policies_of, names or [before])
-        slo_s = args.slo_response_s or float(card["slo_response_s"])
+            fleet = twin.fleet and twin.fleet.model_copy(update={"classes": (slo,)})
+            alike = {"fleet": fleet, "slo_response_s": slo.response_s}
+            measured.twin = twin.model_copy(update=alike)
+            measured.policies_of = card.get("scenario") or twin.name
+            runners(twin, measured.policies_of, names or [before])
+        measured.baseline = baseline
+        measured.turns = {one: [] for one in names or [before]}
+        measured.limits = slo.response_s or math.inf, slo.ttft_s, slo.tpot_s
+        named = zip(("response", "first token", "per token"), measured.limits, strict=True)
+        over = " or ".join(f"{what} over {value:g} s" for what, value in named if value)
         console.print(
             f"{sum(map(len, asks))} requests over {args.duration_s * len(asks):g} s, "
-            f"{args.repeats // len(asks)} x "
-            f"{', '.join(names or [before])}; good: answered within {slo_s:g} s",
+            f"{args.repeats // len(asks)} x {', '.join(measured.turns)}; "
+            f"violation: {over} ({whose})",
             highlight=False,
         )
-        found: dict[str, list[dict[str, float]]] = {one: [] for one in names or [before]}
-        answered: dict[str, list[Answer]] = {one: [] for one in found}
-        sent: dict[int, Trace] = {}
         try:
             for turn in range(args.repeats):
-                order, which = list(found), turn % len(asks)
+                order, which = list(measured.turns), turn % len(asks)
                 # Each policy is once in every place, so that none always follows the same one.
                 for name in order[turn % len(order) :] + order[: turn % len(order)]:
                     if names:
                         await client.switch(name)
-                    answers, took_s = await replay(client, asks[which])
-                    answered[name] += answers
-                    found[name].append(summarise(asks[which], answers, took_s, slo_s))
+                    first, done = await decider(client), dict[int, Answer]()
+                    started_s = time.perf_counter()
+                    try:
+                        answers, took_s = await replay(client, asks[which], done)
+                    except asyncio.CancelledError:
+                        # Those that have ended are told; of the others nothing is known.
+                        took_s = time.perf_counter() - started_s
+                        ended = [asks[which][i] for i in sorted(done)]
+                        measured.add(name, ended, [done[i] for i in sorted(done)], took_s)
+                        raise
+                    why_void = void_because(name, first, await decider(client))
+                    measured.add(name, asks[which], answers, took_s, why_void)
                     told = as_sent(stretches[which], answers)
                     # What was not answered has no lengths: those of whom most was answered.
-                    if told.num_requests >= max(1, sent.get(which, told).num_requests):
-                        sent[which] = told
-                    _tell(name, turn, answers, found[name][-1])
+                    most = max(1, measured.sent.get(which, told).num_requests)
+                    if not why_void and told.num_requests >= most:
+                        measured.sent[which] = told
+                    write(args, measured.rows())
                     await asyncio.sleep(args.pause_s)
         finally:
-            if names and "active" in card:
+            if names and begun is not None:
                 await client.switch(before)
-        source = args.trace or f"generated {args.scenario}"
-        rows = make_rows(found, baseline, source)
-        if args.figure is not None:
-            credit = f"{len(asks[0])} requests in turn 1, {source}, turns: {args.repeats}"
-            drawn = draw(answered, credit)
-            [path] = save_figures({args.figure.stem: drawn}, args.figure.parent)
-            console.print(f"picture: {path}", soft_wrap=True)
-        if twin is not None:
-            if not sent:
-                raise ValueError("no request was answered, so none can be simulated")
-            add_simulated(args, twin, policies_of, list(sent.values()), rows)
-        return rows
     finally:
         await client.close()
 
 
-def _tell(name: str, turn: int, answers: list[Answer], found: dict[str, float]) -> None:
-    failures = Counter(one.failure for one in answers if one.failure is not None)
-    why = "".join(f"; {count} x {reason}" for reason, count in failures.most_common(3))
-    mean = found["mean_response_s"]
-    print(f"turn {turn + 1} {name}: mean {mean:.3f} s{why}", file=sys.stderr, flush=True)
+def void_because(name: str, before: Decider | None, after: Decider | None) -> str | None:
+    """Why a turn tells nothing of a policy; None: it decided all the time, as far as is known."""
+    if before is None and after is None:
+        return None
+    if before is None or after is None:
+        return "the gateway did not say who decides"
+    if before.active != name:
+        return f"{before.active!r} decided"
+    return None if before == after else f"meanwhile the gateway {after.last_change}"
+
+
+def write(args: Args, rows: list[dict[str, Any]]) -> None:
+    """Write what there is: whatever happens next, it is not lost."""
+    if args.json is not None and rows:
+        write_result(args.json, command_line(args.token), args.seed, rows)
+
+
+def report(args: Args, console: Console, measured: Measured) -> list[dict[str, Any]]:
+    """Print and draw what has been measured; return its rows."""
+    rows = measured.rows()
+    if rows and args.figure is not None:
+        credit = f"{measured.source}, turns: {args.repeats}"
+        drawn = draw(measured.answers, credit)
+        [path] = save_figures({args.figure.stem: drawn}, args.figure.parent)
+        console.print(f"picture: {path}", soft_wrap=True)
+    if rows:
+        print_rows(console, rows, measured.baseline)
+    return rows
 
 
 def main(args: Args) -> None:
@@ -270,19 +386,31 @@ def main(args: Args) -> None:
         console.width = 170
     if args.repeats < 1:
         sys.exit(f"replay: --repeats {args.repeats} must be at least 1")
+    # What ends a command that takes too long is to be told like Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    measured = Measured(args.trace or f"generated {args.scenario}")
+    ended = None
     try:
         with nullcontext(args.url) if "://" in args.url else serving(args.url) as url:
-            rows = asyncio.run(run(replace(args, url=url), console))
+            asyncio.run(run(replace(args, url=url), console, measured))
+    except KeyboardInterrupt:
+        ended = "interrupted"
     except httpx.TransportError as error:
         why = str(error) or type(error).__name__
-        sys.exit(f"replay: no answer from the gateway at {args.url}: {why}")
+        ended = f"no answer from the gateway at {args.url}: {why}"
     except (ValueError, OSError, httpx.HTTPError, KeyError) as error:
-        sys.exit(f"replay: {' '.join(str(error).split()) or type(error).__name__}")
-    print_rows(console, rows, args.baseline or rows[0]["policy"])
-    if args.simulate is not None:
+        ended = " ".join(str(error).split()) or type(error).__name__
+    rows = report(args, console, measured)
+    if ended is not None:
+        sys.exit(f"replay: {ended}")
+    if not rows:
+        sys.exit("replay: every turn is void")
+    if measured.twin is not None:
+        if not measured.sent:
+            sys.exit("replay: no request was answered, so none can be simulated")
+        add_simulated(args.seed, measured.twin, measured, rows)
         print_simulated(console, rows)
-    if args.json is not None:
-        write_result(args.json, command_line(args.token), args.seed, rows)
+        write(args, rows)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -307,11 +308,21 @@ def _message(response: httpx.Response) -> str:
         return response.text[:100]
 
 
-async def replay(client: Client, asks: list[Ask]) -> tuple[list[Answer], float]:
-    """Send every request when it is due, whatever has become of others; also the time it took."""
+async def replay(
+    client: Client, asks: list[Ask], done: dict[int, Answer] | None = None
+) -> tuple[list[Answer], float]:
+    """Send every request when it is due, whatever has become of others; also the time it took.
+
+    `done` gets every answer, by the index of its request, as soon as it has ended.
+    """
     started_s = time.perf_counter() + 0.1
-    answers = await asyncio.gather(*(client.send(one, started_s + one.arrival_s) for one in asks))
-    return answers, time.perf_counter() - started_s
+    ended = {} if done is None else done
+
+    async def send(index: int) -> None:
+        ended[index] = await client.send(asks[index], started_s + asks[index].arrival_s)
+
+    await asyncio.gather(*map(send, range(len(asks))))
+    return [ended[index] for index in range(len(asks))], time.perf_counter() - started_s
 
 
 def as_sent(trace: Trace, answers: list[Answer]) -> Trace:
@@ -325,13 +336,20 @@ def as_sent(trace: Trace, answers: list[Answer]) -> Trace:
 
 
 def summarise(
-    asks: list[Ask], answers: list[Answer], took_s: float, slo_s: float
+    asks: list[Ask],
+    answers: list[Answer],
+    took_s: float,
+    slo_s: float,
+    ttft_slo_s: float | None = None,
+    tpot_slo_s: float | None = None,
 ) -> dict[str, float]:
-    """Metrics of one replay, as docs/metrics.md defines them."""
+    """Metrics of one replay, as docs/metrics.md defines them; None: no SLO on that."""
     response_s = np.array([one.response_s for one in answers])
     ttft_s = np.array([one.ttft_s for one in answers])
     arrival_s = np.array([one.arrival_s for one in asks])
-    violations = metrics.violations(response_s, slo_s)
+    tokens = np.array([one.output_tokens for one in answers])
+    violations = metrics.violations(response_s, slo_s) | (ttft_s > (ttft_slo_s or np.inf))
+    violations |= metrics.tpot_s(response_s, ttft_s, tokens) > (tpot_slo_s or np.inf)
     return {
         "requests": len(asks),
         "completed": int(np.isfinite(response_s).sum()),
@@ -359,26 +377,40 @@ _SUMS = ("requests", "completed", "failed")
 
 
 def make_rows(
-    found: dict[str, list[dict[str, float]]], baseline: str, name: str
+    found: Mapping[str, Sequence[dict[str, float] | None]], baseline: str, name: str
 ) -> list[dict[str, Any]]:
-    """One row per policy: means over its repeats, and paired differences to the baseline."""
+    """One row per policy: means over its repeats, and paired differences to the baseline.
+
+    A repeat that is None or missing is left out, and so is what it would be paired with.
+    """
     rows = []
-    theirs = {key: _values(found[baseline], key) for key in found[baseline][0]}
-    for policy, runs in found.items():
+    for policy, repeats in found.items():
+        runs = [run for run in repeats if run is not None]
+        if not runs:
+            continue
+        both = [(x, y) for x, y in zip(repeats, found[baseline], strict=False) if x and y]
         row: dict[str, Any] = {"policy": policy, "trace": name, "repeats": len(runs)}
         for key in runs[0]:
             values = _values(runs, key)
             row[key] = int(values.sum()) if key in _SUMS else metrics.mean(values)
         for prefix, key in (("delta_mean", "mean_response_s"), ("delta_p99", "p99_response_s")):
-            interval = t_interval(_values(runs, key) - theirs[key]).over(metrics.mean(theirs[key]))
+            differences, theirs = _paired(both, key)
+            interval = t_interval(differences).over(metrics.mean(theirs))
             row |= {f"{prefix}_fraction": interval.estimate}
             row |= {f"{prefix}_ci_low": interval.low, f"{prefix}_ci_high": interval.high}
         key = "slo_violation_fraction"
-        interval = t_interval(_values(runs, key) - theirs[key])
+        interval = t_interval(_paired(both, key)[0])
         row |= {"delta_slo_violation": interval.estimate}
         row |= {"delta_slo_ci_low": interval.low, "delta_slo_ci_high": interval.high}
         rows.append(row)
     return rows
+
+
+def _paired(
+    pairs: list[tuple[dict[str, float], dict[str, float]]], key: str
+) -> tuple[FloatArray, FloatArray]:
+    theirs = _values([their for _, their in pairs], key)
+    return _values([our for our, _ in pairs], key) - theirs, theirs
 
 
 def _values(runs: list[dict[str, float]], key: str) -> FloatArray:

@@ -45,7 +45,7 @@ class Interval(NamedTuple):
 def t_interval(values: Sequence[float] | FloatArray) -> Interval:
     """Mean of independent values and its Student interval; none of fewer than `MIN_STREAMS`."""
     array = np.asarray(values, dtype=np.float64)
-    mean = float(array.mean())
+    mean = float(array.mean()) if len(array) else math.nan
     if len(array) < MIN_STREAMS:
         return Interval(mean, math.nan, math.nan)
     quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(array) - 1))

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -9,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+import yaml
 from scripts import call, load_script, refusal
 
 from serve_app.http.free_port import free_port
@@ -23,6 +26,7 @@ from serve_app.load_generator import (
     replay,
     summarise,
 )
+from tokenyard.routing.scenario import load_scenario
 from tokenyard.workload.trace import Trace
 
 
@@ -261,6 +265,163 @@ def test_what_some_policy_answered_is_simulated_though_the_last_one_answered_not
     alone = (*options, *speed[:4], "--compare", "power_of_two", "--simulate", "emulated")
     sentence = refusal(load_script("pipelines/replay.py"), *alone)
     assert sentence == "replay: no request was answered, so none can be simulated"
+
+
+class GatewayHandler(Handler):
+    """Also says who decides, and which changes of that there were."""
+
+    def do_GET(self):
+        server = self.server
+        answer = {
+            "/v1/models": {"data": [{"id": "a", "max_model_len": None}]},
+            "/v1/policy": {
+                "active": server.policy, "sha256": "0" * 12, "slo_response_s": 60.0, "name": "sed",
+            },
+            "/v1/policies": {"events": server.events},
+        }[self.path]  # fmt: skip
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def do_POST(self):
+        super().do_POST()
+        if self.server.policy != (self.server.events or [{"policy": "sed@0"}])[0]["policy"][:-2]:
+            self.changed(self.server.policy)
+        with self.server.lock:
+            self.server.num_posts += 1
+            self.server.after_post(self)
+
+    def changed(self, policy, what="switched to"):
+        event = {"time_s": time.time(), "what": what, "policy": f"{policy}@0", "why": "", "by": ""}
+        self.server.events.insert(0, event)
+
+
+@pytest.fixture
+def gateway(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    before = signal.getsignal(signal.SIGTERM)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), GatewayHandler)
+    server.policy, server.events, server.num_posts = "sed", [], 0
+    server.lock, server.after_post = threading.Lock(), lambda handler: None
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    signal.signal(signal.SIGTERM, before)
+
+
+def replay_at(gateway, trace, path, **more):
+    """Five requests to each policy in a quarter of a second."""
+    script, url = load_script("pipelines/replay.py"), f"http://127.0.0.1:{gateway.server_port}"
+    sent = {"trace": trace, "rate_scale": 20.0, "duration_s": 0.24, "pause_s": 0.0}
+    script.main(script.Args(url=url, json=path, **sent, **more))
+
+
+def test_a_turn_in_which_somebody_changed_the_policy_is_void(gateway, trace, tmp_path, capsys):
+    def after_post(handler):
+        # Of 1 + 2 x (1 + 5) + 2 x (1 + 5) requests the tenth is in turn 1 of least_loaded.
+        if gateway.num_posts == 10:
+            handler.changed("round_robin")
+            handler.changed("least_loaded", "rolled back to")
+
+    gateway.after_post = after_post
+    path = tmp_path / "rows.json"
+    replay_at(gateway, trace, path, compare="sed,least_loaded", repeats=2)
+    told = capsys.readouterr()
+    assert "turn 1 least_loaded: mean" in told.err
+    assert "void: meanwhile the gateway rolled back to least_loaded@0" in told.err
+    assert told.err.count("void") == 1
+    sed, other = json.loads(path.read_text())["rows"]
+    assert (sed["requests"], sed["repeats"], sed["void_turns"]) == (10, 2, 0)
+    assert (other["requests"], other["repeats"], other["void_turns"]) == (5, 1, 1)
+    assert isinstance(other["delta_mean_fraction"], float), "of the turn that both have"
+    assert "violation: response over 60 s (the policy that decides)" in told.out
+
+
+def test_a_replay_of_another_policy_than_it_began_with_is_void_as_a_whole(gateway, trace, tmp_path):
+    def after_post(handler):
+        if gateway.num_posts == 3:
+            gateway.policy = "round_robin"
+
+    gateway.after_post = after_post
+    path = tmp_path / "rows.json"
+    with pytest.raises(SystemExit, match="replay: every turn is void"):
+        replay_at(gateway, trace, path, repeats=2)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_measured_before_an_interrupt_is_printed_and_written(
+    gateway, trace, tmp_path, capsys, number
+):
+    def after_post(handler):
+        if gateway.num_posts == 13:
+            os.kill(os.getpid(), number)
+
+    gateway.after_post = after_post
+    path = tmp_path / "rows.json"
+    with pytest.raises(SystemExit, match="replay: interrupted"):
+        replay_at(gateway, trace, path, compare="sed,least_loaded", repeats=9)
+    rows = json.loads(path.read_text())["rows"]
+    assert (rows[0]["policy"], rows[0]["completed"]) == ("sed", 5)
+    table = capsys.readouterr().out
+    assert "sed" in table
+    assert "least_loaded" in table, "some requests of its turn had ended"
+    assert gateway.policy == "sed", "it is put back"
+
+
+def test_what_was_measured_is_written_before_it_is_simulated(
+    gateway, trace, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("tokenyard.routing.twin.run_all", interrupted)
+    path = tmp_path / "rows.json"
+    with pytest.raises(KeyboardInterrupt):
+        replay_at(gateway, trace, path, simulate="emulated")
+    [row] = json.loads(path.read_text())["rows"]
+    assert row["completed"] == 5
+    assert row["mean_response_s"] > 0
+    assert "simulated_mean_response_s" not in row
+    assert "sed" in capsys.readouterr().out
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+REPLICA = {
+    "name": "a", "iteration_s": 0.02, "prefill_token_s": 1e-4, "sequence_s": 1e-4,
+    "kv_token_s": 0.0, "max_batch": 8, "token_budget": 256, "kv_capacity_tokens": 50_000.0,
+}  # fmt: skip
+
+
+def scenario_file(folder, classes):
+    base = load_scenario("conversation_mixed_gpus").model_dump(
+        mode="json", exclude_defaults=True, exclude={"held_out_trace", "fleet"}
+    )
+    path = folder / "mine.yaml"
+    fleet = {"replicas": [REPLICA], "classes": classes}
+    path.write_text(yaml.safe_dump({**base, "name": "mine", "fleet": fleet}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("classes", "slo_s", "words", "violations"),
+    [
+        ([{"name": "x", "ttft_s": 1e-9}, {"name": "y"}], None, "first token over 1e-09 s", 1.0),
+        ([{"name": "x", "response_s": 900.0, "tpot_s": 900.0}], None, "per token over 900 s", 0.0),
+        ([{"name": "x", "ttft_s": 1e-9}], 900.0, "response over 900 s (--slo-response-s)", 0.0),
+    ],
+)
+def test_violations_are_of_the_same_slos_measured_and_simulated(
+    gateway, trace, tmp_path, capsys, classes, slo_s, words, violations
+):
+    path = tmp_path / "rows.json"
+    simulate = str(scenario_file(tmp_path, classes))
+    replay_at(gateway, trace, path, simulate=simulate, slo_response_s=slo_s)
+    [row] = json.loads(path.read_text())["rows"]
+    assert row["slo_violation_fraction"] == violations
+    assert row["simulated_slo_violation_fraction"] == violations
+    assert words in " ".join(capsys.readouterr().out.split())
 
 
 def test_differences_are_paired_by_repeat():
