@@ -2,10 +2,11 @@
 
     python pipelines/calibrate.py                    the tables of docs/results/performance-model.md
     python pipelines/calibrate.py --write            also writes tokenyard/perf/tables/fitted.json
-    python pipelines/calibrate.py --iterations FILE  four coefficients of your own engine instead
+    python pipelines/calibrate.py --iterations FILE  the profile of your own engine instead
     python pipelines/calibrate.py --url http://127.0.0.1:8000 --out mine.yaml
-        a scenario of the replicas behind a running gateway, as fast as it measured them: simulate
-        them (evaluate.py --scenario mine.yaml), search a policy for them (search.py policy)
+        a scenario of the replicas behind a running gateway, with the profiles that it has of them,
+        measured or declared: simulate them (evaluate.py --scenario mine.yaml), search a policy for
+        them (search.py policy)
 
 FILE has the columns prefill_tokens, decoding_sequences, kv_tokens and time_s, one iteration a row.
 Kernels and collectives: Vidur, github.com/microsoft/vidur data/profiling, MIT licence.
@@ -45,6 +46,7 @@ from tokenyard.perf.calibration import (
     kernel_mape,
     kernel_transfer_mape,
     predicted,
+    undetermined,
     with_engine,
 )
 from tokenyard.perf.coefficients import linear_coefficients
@@ -59,7 +61,7 @@ from tokenyard.perf.profiles import (
 from tokenyard.perf.published import read_published
 from tokenyard.perf.replica import make_replica
 from tokenyard.provenance import ResultFile, command_line, write_result
-from tokenyard.routing.fleet import MeasuredReplica
+from tokenyard.routing.fleet import EngineSpeed, MeasuredReplica
 from tokenyard.routing.scenario import Scenario, load_scenario
 
 FITTED = Path(tokenyard.perf.__file__).parent / "tables" / "fitted.json"
@@ -89,11 +91,13 @@ class Args:
     iterations: Path | None = None
     """CSV of measured iterations to fit instead of the published profiles."""
     url: str | None = None
-    """Gateway whose replicas become a scenario, instead of any fit."""
+    """Gateway whose replicas become a scenario, instead of any fit; it measures nothing."""
+    model: str | None = None
+    """Which of the gateway's models, where it serves several: a scenario has one."""
     token: str | None = None
     """Its bearer token; by default TOKENYARD_TOKEN where that is set."""
     scenario: str = "conversation_mixed_gpus"
-    """Name or YAML path: traffic, SLOs and reward of the new scenario."""
+    """Name or YAML path: traffic and reward of the new scenario; SLOs are the gateway's."""
     out: Path = Path("live.yaml")
     """Where it is written."""
     write: bool = False
@@ -259,13 +263,22 @@ def calibrate_iterations(path: Path, console: Console) -> list[Row]:
         held_out = iterations_held_out_mape(profile)
     except (OSError, ValueError) as error:
         sys.exit(str(error))
+    fitted = fit_iterations(profile)
     row = {
         "table": "iterations",
         "measurements": len(profile.time_s),
-        **asdict(fit_iterations(profile)),
+        **asdict(fitted),
         "held_out_error_fraction": held_out,
     }
     show(console, [row])
+    prefill, sequences, kv = profile.batches
+    seen = {"max_batch": sequences, "token_budget": prefill + sequences, "kv_capacity_tokens": kv}
+    known = {key: f"{row[key]:.4g}" for key in EngineSpeed.model_fields if key in row}
+    known |= {key: f"{max(values.max(), 1):.0f}" for key, values in seen.items()}
+    print(f"profile: {{{', '.join(f'{key}: {value}' for key, value in known.items())}}}")
+    print(f"# {', '.join(seen)}: the most seen in {path}; put the engine's own limits there")
+    for name in undetermined(profile, fitted):
+        print(f"warning: {name} is not told from 0 by these iterations", file=sys.stderr)
     return [row]
 
 
@@ -274,25 +287,26 @@ def calibrate_live(args: Args, console: Console) -> list[Row]:
     try:
         if args.out.suffix not in (".yaml", ".yml"):
             raise ValueError(f"--out {args.out} must end in .yaml: scenarios are named by that")
-        replicas = read_replicas(args.url or "", args.token or os.environ.get("TOKENYARD_TOKEN"))
-        base = load_scenario(args.scenario)
-        live = live_scenario(base, replicas, args.out.stem)
+        token = args.token or os.environ.get("TOKENYARD_TOKEN")
+        rows, classes = read_replicas(args.url or "", token, args.model)
+        live = live_scenario(load_scenario(args.scenario), rows, classes, args.out.stem)
         args.out.write_text(yaml.safe_dump(live, sort_keys=False))
         capacity = load_scenario(str(args.out)).capacity_tokens_per_s
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    rows = [{"table": "replicas", **replica.model_dump()} for replica in replicas]
     show(console, rows)
-    print(f"wrote {args.out}: {len(replicas)} replicas, {capacity:.0f} tokens/s in all")
+    print(f"wrote {args.out}: {len(rows)} replicas, {capacity:.0f} tokens/s in all")
+    print(live["description"])
     return rows
 
 
-def read_replicas(url: str, token: str | None) -> list[MeasuredReplica]:
-    """Ask a gateway for its replicas.
+def read_replicas(url: str, token: str | None, model: str | None) -> tuple[list[Row], list[Row]]:
+    """Ask a gateway for the replicas of a model, a row each, and for its classes of requests.
 
     Raises:
         OSError: It does not answer.
-        ValueError: It knows of none, or is no gateway.
+        ValueError: It knows of none, serves several models of which none is named, or is no
+            gateway.
     """
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
@@ -301,36 +315,58 @@ def read_replicas(url: str, token: str | None) -> list[MeasuredReplica]:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise OSError(f"no answer from the gateway at {url}: {error}") from error
     try:
-        replicas = _measured(answer.json()["replicas"])
+        told = answer.json()
+        models = sorted({one["model"] for one in told["replicas"] if "model" in one})
+        if len(models) > 1 and model is None:
+            raise ValueError(f"the gateway at {url} serves {', '.join(models)}: give --model NAME")
+        chosen = [one for one in told["replicas"] if model in (None, one.get("model"))]
+        rows = _measured(chosen)
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"what answers at {url} is no gateway: it tells no replicas") from None
-    if not replicas:
-        raise ValueError(f"the gateway at {url} knows of no replica yet")
-    return replicas
+    if not rows:
+        of = "" if model is None else f" of model {model!r}; it serves {', '.join(models)}"
+        raise ValueError(f"the gateway at {url} knows of no replica{of or ' yet'}")
+    return rows, told.get("classes", [])
 
 
-def _measured(told: list[dict[str, Any]]) -> list[MeasuredReplica]:
+def _measured(told: list[dict[str, Any]]) -> list[Row]:
     """Replicas by pool, numbered there."""
     number: Counter[str] = Counter()
-    replicas = []
+    rows = []
     for one in sorted(told, key=lambda one: (one["pool"], one["replica_id"])):
-        profile = {key: value for key, value in one["profile"].items() if key != "source"}
-        name = f"{one['pool']}-{number[one['pool']]}"
+        profile = dict(one["profile"])
+        source = profile.pop("source")
+        replica = MeasuredReplica(name=f"{one['pool']}-{number[one['pool']]}", **profile)
         number[one["pool"]] += 1
-        replicas.append(MeasuredReplica(name=name, **profile))
-    return replicas
+        rows.append({"table": "replicas", **replica.model_dump(), "source": source})
+    return rows
 
 
-def live_scenario(base: Scenario, replicas: Sequence[MeasuredReplica], name: str) -> dict[str, Any]:
-    """Return the fields of a scenario with the traffic of `base` and other replicas.
+def live_scenario(
+    base: Scenario, replicas: Sequence[Row], classes: Sequence[Row], name: str
+) -> dict[str, Any]:
+    """Return the fields of a scenario with the traffic of `base`, other replicas and other SLOs.
 
     Raises:
         ValueError: `base` has servers that do not batch.
     """
-    declared = base.required_fleet.model_dump(mode="json", exclude_defaults=True)
     fields = base.model_dump(mode="json", exclude_defaults=True, exclude={"held_out_trace"})
-    fleet = {**declared, "replicas": [replica.model_dump() for replica in replicas]}
-    description = f"Replicas as they were measured, with the traffic of {base.name}."
+    fleet = base.required_fleet.model_dump(mode="json", exclude_defaults=True, exclude={"classes"})
+    keys = MeasuredReplica.model_fields
+    fleet["replicas"] = [{key: row[key] for key in keys} for row in replicas]
+    slo = (
+        f"SLO: a response in {base.slo_response_s:g} s, of {base.name}, as the gateway tells none."
+    )
+    if classes:
+        known = ("name", "response_s", "ttft_s", "tpot_s", "max_wait_s")
+        fleet["classes"] = [{key: one[key] for key in known if one.get(key)} for one in classes]
+        fields["slo_response_s"] = classes[0]["response_s"]
+        slo = "SLOs: the gateway's."
+        if len(classes) > 1:
+            slo += " How many requests each class has is not known: give each its `share`."
+    sources = Counter(row["source"] for row in replicas)
+    profiles = " and ".join(f"{count} as {source}" for source, count in sources.items())
+    description = f"Profiles of replicas: {profiles}. Traffic: {base.name}. {slo}"
     return {**fields, "name": name, "description": description, "fleet": fleet}
 
 

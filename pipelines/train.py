@@ -1,6 +1,6 @@
 """Find the best rule for a fleet and a trace of your own, or train what beats it.
 
-    python pipelines/train.py --fleet measured.yaml --trace my.csv --out mine.npz
+    python pipelines/train.py --fleet fleet.yaml --trace my.csv --out mine.npz
     python pipelines/train.py --fleet mixed --trace azure_code --load 0.8 --minutes 5
 
 The first seven tenths of the trace are learned from, the rest judges, against the rule that decides

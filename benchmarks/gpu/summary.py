@@ -76,7 +76,7 @@ def _errors(out: Path, name: str, model: str, device: str) -> Row:
     frame[list(ITERATION_COLUMNS)].to_csv(path, index=False)
     profile = read_iterations(path)
     fitted, held_out = held_out_third(profile)
-    linear = fit_iterations(fitted).iteration_s(*held_out.batches)
+    linear = fit_iterations(fitted).time_s(*held_out.batches)
     row = {
         "table": "iterations", "name": name, "model": model, "device": device,
         "measurements": len(profile.time_s),

@@ -216,7 +216,7 @@ def _linear_ratio(
 
 def _linear_s(replica: Replica, times: StepTimes) -> np.ndarray:
     _, prefill, _, decode, kv = times.batches
-    return linear_coefficients(replica).iteration_s(prefill, decode, kv)
+    return linear_coefficients(replica).time_s(prefill, decode, kv)
 
 
 def parameter_rows(kinds: Mapping[str, Kind]) -> list[Row]:

@@ -108,10 +108,10 @@ async def start_and_measure(
 def _engine_profile(measured: Measurement, pool: Pool) -> EngineProfile:
     found = measured.coefficients
     return EngineProfile(
-        iteration_s=max(found.base_s, 1e-9),
-        prefill_token_s=found.per_prefill_token_s,
-        sequence_s=found.per_sequence_s,
-        kv_token_s=found.per_kv_token_s,
+        iteration_s=max(found.iteration_s, 1e-9),
+        prefill_token_s=found.prefill_token_s,
+        sequence_s=found.sequence_s,
+        kv_token_s=found.kv_token_s,
         max_batch=pool.config.max_batch,
         token_budget=pool.config.token_budget,
         kv_capacity_tokens=max(measured.kv_capacity_tokens, 1.0),

@@ -45,16 +45,21 @@ def make_router(gateway: Gateway, access: Access) -> APIRouter:
         """Tell what is known of every replica, and from where pools have their endpoints."""
         now_s, backends = gateway.refresh(), gateway.backends.values()
         ejected_s, available = gateway.outliers.ejected_s, gateway.available()
+        cluster = gateway.cluster
+        models = {one.name: cluster.model_of(one) for one in cluster.pools}
+        allocated = next(map(cluster.model_of, cluster.templates), cluster.served_model)
         return {
             "replicas": [
                 {
                     **_describe_replica(one, now_s),
                     "ejected_s": ejected_s(one.replica_id),
                     "available": one.replica_id in available,
+                    "model": models.get(one.pool, allocated),
                 }
                 for one in gateway.table.replicas.values()
             ],
             "pools": [one.describe() for one in backends if isinstance(one, ExternalBackend)],
+            "classes": [one.model_dump() for one in cluster.classes],
         }
 
     @router.post("/v1/pools", dependencies=may_change, responses=PROBLEMS)

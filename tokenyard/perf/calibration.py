@@ -8,7 +8,7 @@ a message size, a batch composition), never repetitions of what was fitted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,8 @@ _OUTLIER_LOG_RATIO = 0.1
 """Beyond a tenth off, a measurement pulls linearly and no longer quadratically."""
 _SMALLEST = 1e-12
 """In the place of zero where a logarithm has to exist."""
+_LEAST_NOISE, _LEAST_SPREAD = 1e-6, 1e-8
+"""Of relative errors, and of what tells columns apart: below them all is rounding."""
 
 
 def mape(predicted: FloatArray, measured: FloatArray) -> float:
@@ -290,6 +292,24 @@ def fit_iterations(profile: IterationProfile) -> LinearCoefficients:
     return LinearCoefficients.from_fit(fitted, np.abs(fitted @ design / profile.time_s - 1))
 
 
+def undetermined(profile: IterationProfile, fitted: LinearCoefficients) -> list[str]:
+    """Names of the coefficients that the iterations do not tell from zero.
+
+    Either the engine spends nothing there, or no iteration shows it apart from the others.
+    """
+    design = np.vstack([np.ones_like(profile.time_s), profile.batches]) / profile.time_s
+    size = np.linalg.norm(design, axis=1)
+    scaled = design / np.where(size > 0, size, 1)[:, None]
+    squares, directions = np.linalg.eigh(scaled @ scaled.T)
+    spread = np.sqrt(np.maximum(squares, _LEAST_SPREAD**2))
+    # The median, as outliers are no noise.
+    noise = max(1.5 * float(np.median(np.abs(fitted.values @ design - 1))), _LEAST_NOISE)
+    error = noise * np.linalg.norm(directions / spread, axis=1)
+    told = fitted.values * size > 2 * error
+    names = [one.name for one in fields(fitted)]
+    return [name for name, is_told in zip(names, told.tolist(), strict=False) if not is_told]
+
+
 def fit_replica(profile: IterationProfile, replica: Replica) -> Calibration:
     """Fit the kernels and the engine of a replica on one GPU to its own iterations.
 
@@ -349,7 +369,7 @@ def iterations_held_out_mape(profile: IterationProfile, num_folds: int = 5) -> f
     for i in range(num_folds):
         held_out = fold == i
         fitted = fit_iterations(_select(profile, ~held_out))
-        time_s = fitted.iteration_s(*profile.batches[:, held_out])
+        time_s = fitted.time_s(*profile.batches[:, held_out])
         errors[held_out] = np.abs(time_s / profile.time_s[held_out] - 1)
     return float(errors.mean())
 

@@ -26,15 +26,18 @@ PROMPT_TOKENS = 1024
 
 @dataclass(frozen=True)
 class LinearCoefficients:
-    """Seconds of an iteration as a linear function of its batch, and how far that is off."""
+    """Seconds of an iteration as a linear function of its batch, and how far that is off.
 
-    base_s: float
+    The four numbers have the names that they have in a cluster file's `profile`.
+    """
+
+    iteration_s: float
     """a: a non-empty batch, whatever is in it."""
-    per_prefill_token_s: float
+    prefill_token_s: float
     """b: one token of a prompt."""
-    per_sequence_s: float
+    sequence_s: float
     """c: one sequence that decodes."""
-    per_kv_token_s: float
+    kv_token_s: float
     """d: one cached token of a decoding sequence."""
     mean_error_fraction: float
     """Mean relative error over the grid."""
@@ -44,32 +47,25 @@ class LinearCoefficients:
     @classmethod
     def from_fit(cls, values: FloatArray, errors: FloatArray) -> LinearCoefficients:
         """Name the four fitted values, with the relative error of every batch."""
-        base, per_prefill_token, per_sequence, per_kv_token = values.tolist()
+        fixed, prefill_token, sequence, kv_token = values.tolist()
         return cls(
-            base_s=base,
-            per_prefill_token_s=per_prefill_token,
-            per_sequence_s=per_sequence,
-            per_kv_token_s=per_kv_token,
-            mean_error_fraction=float(errors.mean()),
-            max_error_fraction=float(errors.max()),
+            fixed, prefill_token, sequence, kv_token, float(errors.mean()), float(errors.max())
         )
 
     @property
     def values(self) -> FloatArray:
         """The four numbers in their order, shape (4,)."""
-        return np.array(
-            [self.base_s, self.per_prefill_token_s, self.per_sequence_s, self.per_kv_token_s]
-        )
+        return np.array([self.iteration_s, self.prefill_token_s, self.sequence_s, self.kv_token_s])
 
-    def iteration_s(
+    def time_s(
         self, prefill_tokens: FloatArray, decoding_sequences: FloatArray, kv_tokens: FloatArray
     ) -> FloatArray:
         """Return the time of non-empty batches, seconds; arrays of one shape."""
         return (
-            self.base_s
-            + self.per_prefill_token_s * prefill_tokens
-            + self.per_sequence_s * decoding_sequences
-            + self.per_kv_token_s * kv_tokens
+            self.iteration_s
+            + self.prefill_token_s * prefill_tokens
+            + self.sequence_s * decoding_sequences
+            + self.kv_token_s * kv_tokens
         )
 
 

@@ -381,7 +381,7 @@ def test_a_profile_of_an_engine_gives_the_router_its_speeds(tiny):
     assert (profile.iterations.time_s > 0).all()
     assert (profile.coefficients.values >= 0).all()
     # The fit says what a full batch takes, and the stream cannot be faster than that.
-    decode_s = profile.coefficients.iteration_s(*np.array([[0.0], [4.0], [200.0]]))[0]
+    decode_s = profile.coefficients.time_s(*np.array([[0.0], [4.0], [200.0]]))[0]
     assert profile.tokens_per_s <= 4 / decode_s * 3
     assert (profile.max_batch, profile.kv_capacity_tokens) == (4, stats.kv_capacity_tokens)
     assert (stats.num_running, stats.num_waiting) == (0, 0)

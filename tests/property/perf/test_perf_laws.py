@@ -107,12 +107,12 @@ def test_throughput_never_exceeds_what_either_bound_allows(replica, context, gen
 @given(replica=replicas(gpus=GPU_KINDS))
 def test_four_coefficients_are_not_negative_and_miss_no_batch_by_more_than_a_tenth(replica):
     linear = linear_coefficients(replica)
-    four = (linear.base_s, linear.per_prefill_token_s, linear.per_sequence_s, linear.per_kv_token_s)
+    four = (linear.iteration_s, linear.prefill_token_s, linear.sequence_s, linear.kv_token_s)
     assert min(four) >= 0
-    assert linear.base_s > 0
+    assert linear.iteration_s > 0
     batches = batch_grid(replica)
     exact_s = iteration_s(replica, *batches, prefill_context_tokens=512)
-    error = np.abs(linear.iteration_s(*batches) / exact_s - 1)
+    error = np.abs(linear.time_s(*batches) / exact_s - 1)
     assert error.max() == pytest.approx(linear.max_error_fraction)
     assert linear.max_error_fraction <= 0.10
     assert linear.mean_error_fraction <= 0.05

@@ -130,9 +130,9 @@ def test_an_iteration_is_found_again_in_spite_of_outliers():
     profile = own_engine(400, np.random.default_rng(2))
     linear = fit_iterations(profile)
     truth_s = OWN[0] + OWN[1:] @ profile.batches
-    error = linear.iteration_s(*profile.batches) / truth_s - 1
+    error = linear.time_s(*profile.batches) / truth_s - 1
     assert np.abs(error).max() < 0.03
-    four = linear.base_s, linear.per_prefill_token_s, linear.per_sequence_s, linear.per_kv_token_s
+    four = linear.iteration_s, linear.prefill_token_s, linear.sequence_s, linear.kv_token_s
     assert four == pytest.approx(OWN, rel=0.1)
 
 
@@ -141,9 +141,9 @@ def test_an_engine_without_prompts_in_its_iterations_gets_no_negative_coefficien
     profile.batches[0] = 0
     fixed_s = np.full(200, 0.01)
     linear = fit_iterations(IterationProfile(profile.batches, fixed_s))
-    assert linear.base_s == pytest.approx(0.01, rel=1e-3)
-    assert linear.per_prefill_token_s == 0
-    assert min(linear.per_sequence_s, linear.per_kv_token_s) >= 0
+    assert linear.iteration_s == pytest.approx(0.01, rel=1e-3)
+    assert linear.prefill_token_s == 0
+    assert min(linear.sequence_s, linear.kv_token_s) >= 0
 
 
 def test_repetitions_of_a_batch_are_held_out_together():

@@ -46,8 +46,8 @@ def test_the_grid_holds_nothing_that_the_replica_or_the_simulator_cannot():
 def test_longer_prompts_make_each_of_their_tokens_costlier():
     replica = make_replica("a100_80g_sxm", "llama2_7b")
     short, long = (linear_coefficients(replica, prompt_tokens=n) for n in (256, 8192))
-    assert long.per_prefill_token_s > 1.2 * short.per_prefill_token_s
-    assert long.per_sequence_s == pytest.approx(short.per_sequence_s, rel=0.1)
+    assert long.prefill_token_s > 1.2 * short.prefill_token_s
+    assert long.sequence_s == pytest.approx(short.sequence_s, rel=0.1)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_a_way_out():

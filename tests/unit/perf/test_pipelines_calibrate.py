@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from pipelines import calibrate
+from serve_app.cluster import EngineProfile
 from tokenyard.perf.calibration import predicted, with_engine
 from tokenyard.perf.hardware import shipped_calibration
 from tokenyard.perf.profiles import VIDUR_FOLDER
 from tokenyard.perf.published import read_published
+from tokenyard.routing.fleet import Fleet
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.streams import StreamSource
@@ -86,10 +89,40 @@ def test_ones_own_iterations_give_four_coefficients(tmp_path, capsys):
     out = tmp_path / "rows.json"
     calibrate.main(calibrate.Args(iterations=own, json=out))
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["base_s"] == pytest.approx(0.01, rel=1e-3)
-    assert row["per_kv_token_s"] == pytest.approx(2e-7, rel=1e-3)
+    assert row["iteration_s"] == pytest.approx(0.01, rel=1e-3)
+    assert row["kv_token_s"] == pytest.approx(2e-7, rel=1e-3)
     assert row["held_out_error_fraction"] < 1e-3
-    assert "per_prefill_token_s" in capsys.readouterr().out
+    told = capsys.readouterr()
+    [line] = [one for one in told.out.splitlines() if one.startswith("profile: ")]
+    profile = EngineProfile.model_validate(yaml.safe_load(line)["profile"])
+    assert profile.iteration.tolist() == pytest.approx([0.01, 5e-5, 4e-5, 2e-7], rel=1e-3)
+    assert (profile.max_batch, profile.token_budget, profile.kv_capacity_tokens) == (
+        64, 1024 + 64, 64 * 2000,
+    )  # fmt: skip
+    assert "put the engine's own limits there" in told.out
+    assert "warning" not in told.err
+
+
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        # No prompt at all, and cached tokens that only grow with the sequences.
+        ([(0, s, 100 * s, 0.01 + 1e-4 * s) for s in range(1, 60)],
+         ["prefill_token_s", "sequence_s", "kv_token_s"]),
+        # What one cached token costs is lost in noise of a tenth.
+        ([(32 * (i % 5), 1 + i % 7, 10 * (i % 11), (0.01 + 1e-3 * (i % 5)) * (0.9 + 0.2 * (i % 2)))
+          for i in range(200)], ["sequence_s", "kv_token_s"]),
+    ],
+)  # fmt: skip
+def test_coefficients_that_iterations_do_not_tell_are_named(tmp_path, capsys, rows, names):
+    own = tmp_path / "own.csv"
+    lines = ["prefill_tokens,decoding_sequences,kv_tokens,time_s"]
+    own.write_text("\n".join([*lines, *(",".join(map(str, row)) for row in rows)]) + "\n")
+    calibrate.main(calibrate.Args(iterations=own))
+    told = capsys.readouterr().err
+    assert told.splitlines() == [
+        f"warning: {name} is not told from 0 by these iterations" for name in names
+    ]
 
 
 def test_a_file_of_iterations_that_is_not_there_ends_with_a_sentence(tmp_path):
@@ -141,13 +174,49 @@ def test_replicas_behind_a_gateway_become_a_scenario_that_can_be_simulated(gatew
     assert scenario.server_names == ("fast-0", "fast-1", "slow-0")
     assert [replica.max_batch for replica in scenario.fleet.replicas] == [4, 16, 4]
     assert scenario.fleet.replicas[0].iteration.tolist() == [0.02, 0.001, 0.01, 0.0]
-    base = load_scenario(args.scenario)
-    assert (scenario.workload, scenario.fleet.classes) == (base.workload, base.fleet.classes)
+    assert scenario.workload == load_scenario(args.scenario).workload
+    assert scenario.fleet.classes == Fleet.model_fields["classes"].default, "none was told"
+    assert "Profiles of replicas: 3 as measured." in scenario.description
+    assert "as the gateway tells none" in scenario.description
     assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 3
     sim = make_simulator(scenario, 1, 50)
     sim.load(0, StreamSource(scenario).sample(50, np.random.default_rng(0)))
     sim.run_linear(np.zeros(sim.num_weights), 1000.0)
     assert np.isfinite(sim.outcomes().response_s).all()
+
+
+def test_one_model_of_several_is_asked_for_and_taken_with_its_profiles_and_the_classes(
+    gateway, tmp_path, capsys
+):
+    url, answers = gateway
+    declared = PROFILE | {"source": "declared"}
+    answers["replicas"] = [
+        {"replica_id": "x", "pool": "one", "model": "small", "profile": declared},
+        {"replica_id": "y", "pool": "one", "model": "small", "profile": PROFILE},
+        {"replica_id": "z", "pool": "two", "model": "large", "profile": PROFILE},
+    ]
+    answers["classes"] = [
+        {"name": "default", "response_s": 30.0, "ttft_s": None, "tpot_s": None,
+         "max_wait_s": None, "admitted_fraction": 1.0},
+        {"name": "chat", "response_s": 15.0, "ttft_s": 2.0, "tpot_s": 0.1,
+         "max_wait_s": 1.0, "admitted_fraction": 0.5},
+    ]  # fmt: skip
+    args = {"url": url, "token": "secret", "out": tmp_path / "mine.yaml"}
+    with pytest.raises(SystemExit, match="serves large, small: give --model NAME"):
+        calibrate.main(calibrate.Args(**args))
+    with pytest.raises(SystemExit, match="no replica of model 'huge'; it serves large, small"):
+        calibrate.main(calibrate.Args(**args, model="huge"))
+    calibrate.main(calibrate.Args(**args, model="small"))
+    scenario = load_scenario(str(args["out"]))
+    assert scenario.server_names == ("one-0", "one-1")
+    assert [one.model_dump(exclude_defaults=True) for one in scenario.fleet.classes] == [
+        {"name": "default", "response_s": 30.0},
+        {"name": "chat", "response_s": 15.0, "ttft_s": 2.0, "tpot_s": 0.1, "max_wait_s": 1.0},
+    ]
+    assert scenario.slo_response_s == 30.0
+    told = capsys.readouterr().out
+    assert "Profiles of replicas: 1 as declared and 1 as measured." in told
+    assert "SLOs: the gateway's. How many requests each class has is not known" in told
 
 
 @pytest.mark.parametrize(

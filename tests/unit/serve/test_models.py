@@ -77,6 +77,21 @@ def ask(client, model, **fields):
     return client.post("/v1/completions", json=body | ({"model": model} if model else {}))
 
 
+def test_pools_tell_the_model_of_every_replica_and_the_slos_of_classes():
+    async def test():
+        async with stubs(2) as (one, two):
+            pools = [external("first", one.url), external("second", two.url, served_model="other")]
+            chat = {"name": "chat", "response_s": 15.0, "ttft_s": 2.0}
+            async with a_site(cluster_of(pools, classes=[chat])) as (client, _):
+                told = (await client.get("/v1/pools")).json()
+        models = {replica["pool"]: replica["model"] for replica in told["replicas"]}
+        assert models == {"first": cluster_of(pools).served_model, "second": "other"}
+        [shown] = told["classes"]
+        assert shown.items() >= chat.items()
+
+    asyncio.run(test())
+
+
 def test_the_model_says_which_endpoints_are_asked_and_adapters_keep_their_names():
     async def test():
         async with stubs(3) as (one, two, three):
