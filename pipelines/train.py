@@ -20,8 +20,10 @@ from rich.table import Table
 
 from tokenyard.problem import Row
 from tokenyard.provenance import ResultFile, command_line, write_result
+from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.gate import MOST_LOAD
 from tokenyard.routing.own_traffic import Found, OwnTraffic
+from tokenyard.routing.policies.order import BETWEEN
 from tokenyard.workload.readers import TraceOptions
 
 
@@ -67,14 +69,38 @@ def train(args: Args, console: Console) -> list[Row]:
     show(found, console)
     artifact = found.choice.artifact
     if artifact is None:
-        told = "a rule, which needs no file"
-        console.print(f"best: {told}; serve it with --policy {found.choice.name}")
+        console.print(
+            f"best: a rule, which needs no file; serve it with --policy {found.choice.name}; "
+            f"{beside_default(found)}",
+            soft_wrap=True,
+        )
     elif args.out is not None:
         artifact.save(args.out)
         console.print(f"best: wrote {args.out}; serve it with --policy {args.out}")
     else:
         console.print(f"best: what a search made ({name}.npz); --out writes it")
     return [{**row, "served": int(row["policy"] == found.choice.name)} for row in found.rows]
+
+
+def beside_default(found: Found) -> str:
+    """Say what a rule is worth beside the default one, and what its order needs."""
+    name, default = found.choice.name, found.rows[0]
+    gain, low, high = (
+        100 * float(default[f"delta_mean_{key}"]) for key in ("fraction", "ci_low", "ci_high")
+    )
+    if name == DEFAULT_RULE:
+        told = "it is the default"
+    else:
+        worth = "slower" if low > 0 else "level with it"
+        told = (
+            f"the default, {DEFAULT_RULE}, is {worth}: mean {gain:+.1f} % [{low:+.1f}, {high:+.1f}]"
+        )
+    if BETWEEN in name:
+        told += (
+            f"; what follows {BETWEEN} says which waiting request is next: it does nothing at "
+            "endpoints without `order: priority`, unless the gateway holds requests back"
+        )
+    return told
 
 
 def show(found: Found, console: Console) -> None:

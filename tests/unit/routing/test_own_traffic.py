@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,37 @@ def test_without_time_only_rules_are_played_and_equal_arguments_find_the_same(
     ]
     assert first.choice.artifact is None
     assert {row["policy"] for row in first.rows} >= {DEFAULT_RULE, first.choice.name}
+
+
+@pytest.mark.parametrize(
+    ("name", "delta", "words"),
+    [
+        ("sed", (0.031, 0.01, 0.052), "the default, RULE, is slower: mean +3.1 % [+1.0, +5.2]"),
+        ("sed", (0.0, -0.004, 0.003), "RULE, is level with it: mean +0.0 % [-0.4, +0.3]"),
+        (DEFAULT_RULE, (0.0, 0.0, 0.0), "it is the default; what follows + says"),
+        ("marginal_delay+wspt@60", (0.1, 0.1, 0.1), "nothing at endpoints without `order: prio"),
+    ],
+)  # fmt: skip
+def test_the_last_line_says_what_the_rule_is_worth_beside_the_default(
+    name: str, delta: tuple[float, float, float], words: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+) -> None:  # fmt: skip
+    keys = ("fraction", "ci_low", "ci_high")
+    row = {f"delta_{of}_{key}": value for of in ("mean", "p99")
+           for key, value in zip(keys, delta, strict=True)}  # fmt: skip
+    row |= {"mean_response_s": 1.0, "p99_response_s": 2.0, "slo_violation_fraction": 0.0}
+    found = own_traffic.Found(
+        own_traffic.Choice(name, len),
+        [row | {"policy": one, "part": "as recorded"} for one in (DEFAULT_RULE, "sed")], [],
+    )  # fmt: skip
+    monkeypatch.setattr(train, "OwnTraffic", lambda *_: types.SimpleNamespace(train=lambda: found))
+    trace = tmp_path / "mine.csv"
+    trace.write_text("arrival_s,context_tokens,generated_tokens\n0,1,1\n")
+    train.main(train.Args(fleet="mixed", trace=str(trace)))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert f"serve it with --policy {name}; " in last
+    assert words.replace("RULE", DEFAULT_RULE) in last
+    assert ("order: priority" in last) == ("+" in name)
 
 
 def test_a_trace_that_is_too_short_is_refused(fleet: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from scripts import load_script, refusal
 
 from pipelines import cli
 from tokenyard.provenance import ResultFile, command_line
+from tokenyard.workload.readers import TraceOptions
 
 ROOT = Path(__file__).parents[3]
 MODULES = sorted(cli.verbs().values())
@@ -25,6 +26,7 @@ COMMON = {
     "baseline", "compare", "duration_s", "entry", "fleet", "full", "json", "live", "load",
     "minutes", "name", "num_samples", "out", "policies", "quick", "rate_scale", "resume",
     "scenario", "seed", "source", "storage", "streams", "suite", "token", "trace", "url",
+    *(one.name for one in fields(TraceOptions)),
 }  # fmt: skip
 """Options that mean the same in every command, which docs/metrics.md and the README name."""
 MOST_OWN_OPTIONS = 8
