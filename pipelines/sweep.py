@@ -8,6 +8,7 @@ tables; progress and warnings go to stderr.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -292,7 +293,7 @@ def serve_command(found: Finished, registry: str, storage: str) -> str:
     problem, scenario = found.outcome.problem, found.sweep.scenario.name
     candidate = found.outcome.registration.alias == CANDIDATE
     if served_scenarios().get(problem) == scenario:
-        where = "" if storage == Args.storage else f" STORAGE={storage}"
+        where = "" if storage == Args.storage else f" STORAGE={shlex.quote(storage)}"
         return f"make serve{where}{' POLICY=candidate' if candidate else ''}"
     asked = f"--registry {registry}{' --policy candidate' if candidate else ''}"
     deploy = "python pipelines/deploy.py --cluster"

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import os
+import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import unquote, urlsplit
 
 from matplotlib.figure import Figure
 from mlflow import MlflowClient
@@ -30,6 +33,8 @@ SWEEP_TAG = "tokenyard.sweep"
 TRIAL_TAG = "tokenyard.trial_id"
 _TAGGED_PARAMS = ("algorithm", "reward_weights", "scenario", "seed")
 _NOT_METRICS = frozenset({*AUTO_RESULT_KEYS, DONE, EXPERIMENT_TAG, TRIAL_ID})
+_ARTIFACTS = "mlartifacts"
+"""Folder of artifacts beside a local store."""
 _METRICS_PER_BATCH = 1000
 """MLflow's own limit on metrics in one log_batch call."""
 
@@ -48,10 +53,36 @@ def open_experiment(client: MlflowClient, name: str, storage: Path) -> str:
     if found is not None:
         return str(found.experiment_id)
     is_local = client.tracking_uri.startswith("sqlite:")
-    location = (storage.resolve() / "mlartifacts").as_uri() if is_local else None
+    location = (storage.resolve() / _ARTIFACTS).as_uri() if is_local else None
     # Opens MLflow's pages on runs and curves, and not on language-model traces.
     tags = {"mlflow.experimentKind": "custom_model_development"}
     return str(client.create_experiment(name, location, tags))
+
+
+def follow_move(client: MlflowClient, storage: Path) -> None:
+    """Let a local store that was moved or copied with its folder know where it is now.
+
+    MLflow writes whole paths of artifacts into its tables, and we those of sweeps into tags.
+    """
+    if client.tracking_uri != f"sqlite:///{storage}/mlflow.db":
+        return
+    for experiment in client.search_experiments():
+        root, _, last = experiment.artifact_location.rpartition("/")
+        if last != _ARTIFACTS or not root.startswith("file:") or root == storage.as_uri():
+            continue
+        with closing(sqlite3.connect(storage / "mlflow.db")) as store, store:
+            for table, column, old, new in (
+                ("experiments", "artifact_location", root, storage.as_uri()),
+                ("runs", "artifact_uri", root, storage.as_uri()),
+                ("model_versions", "source", root, storage.as_uri()),
+                ("model_versions", "storage_location", root, storage.as_uri()),
+                ("tags", "value", unquote(urlsplit(root).path), str(storage)),
+            ):
+                store.execute(
+                    f"UPDATE {table} SET {column} = ? || substr({column}, ?) "
+                    f"WHERE substr({column}, 1, ?) = ?",
+                    (new, len(old) + 1, len(old) + 1, f"{old}/"),
+                )
 
 
 def find_sweep_run(client: MlflowClient, experiment_id: str, path: str) -> Run | None:
@@ -108,6 +139,9 @@ class TrialLog(Callback):
     logged past that checkpoint, since those steps are taken again, and not in the same way.
     """
 
+    resumed_uri: ClassVar[str | None] = None
+    """Store of a log that Tune has pickled: it may have been moved meanwhile."""
+
     def __init__(
         self,
         uri: str,
@@ -133,6 +167,10 @@ class TrialLog(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Leave the connection behind: Tune pickles its callbacks into the experiment's state."""
         return {**self.__dict__, "_cached_client": None, "_run_ids": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Go on where the store is now."""
+        self.__dict__ = {**state, "_uri": self.resumed_uri or state["_uri"]}
 
     @property
     def _client(self) -> MlflowClient:

@@ -197,13 +197,14 @@ def open_chain(
     storage, store = _locate(storage)
     open_storage(storage)
     client = MlflowClient(mlflow_log.tracking_uri(store))
+    mlflow_log.follow_move(client, store)
     problems = "-".join(one.problem.name for one in experiments)
     mlflow_id = mlflow_log.open_experiment(client, f"tokenyard-{problems}", store)
     path = f"{storage}/{name}"
     found = mlflow_log.find_sweep_run(client, mlflow_id, path)
     if resume:
         # The streams of the comparison must be those that the sweep began with.
-        seed = _check_resumable(found, reference, path)
+        seed = _check_resumable(found, reference, path, client)
     elif found is not None or _is_taken(path, experiments):
         raise ValueError(f"sweep {name!r} exists already: add --resume, or choose another --name")
 
@@ -238,7 +239,13 @@ def _locate(storage: str) -> tuple[str, Path]:
     return str(folder), folder
 
 
-def _check_resumable(run: Run | None, reference: str, path: str) -> int:
+def _check_resumable(run: Run | None, reference: str, path: str, client: MlflowClient) -> int:
+    if run is None and _is_taken(path, load_experiments(reference)):
+        raise ValueError(
+            f"no run of {client.tracking_uri} is of the sweep at {path}: name the store that it "
+            f"began with (MLFLOW_TRACKING_URI), and if it was moved, move it back or set the tag "
+            f"{mlflow_log.SWEEP_TAG} of its runs to where it is now"
+        )
     if run is None:
         raise ValueError(f"no sweep to resume at {path}")
     recorded = run.data.tags[REFERENCE_TAG]
@@ -267,6 +274,7 @@ def train(sweeps: Sequence[Sweep], resume: bool) -> list[ResultGrid]:
 
 def _train(sweep: Sweep, resume: bool) -> ResultGrid:
     def resumed() -> Tuner:
+        mlflow_log.TrialLog.resumed_uri = sweep.client.tracking_uri
         return resumed_tuner(sweep.experiment, sweep.path)
 
     # One that was ended before its turn came has not begun.

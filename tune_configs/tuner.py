@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import ray
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 512 * 2**20
 """Enough for weights and batches of a few megabytes; Ray's default is a third of the memory."""
 _LOOK_EVERY_S = 1.0
+_SWEEP_AT: ContextVar[tuple[str, str]] = ContextVar("sweep_at")
+"""Storage and name of the sweep that runs. Tune takes up a sweep that was moved, but its searcher
+makes further trials where it was (ray 2.60, tune/experiment/config_parser.py:216)."""
 _MOST_RERUNS = 3
 
 
@@ -152,6 +156,7 @@ def new_tuner(
 ) -> tune.Tuner:
     """Prepare a fresh sweep in the folder `name` under `storage`."""
     filesystem, folder = open_storage(storage)
+    _SWEEP_AT.set((folder, name))
     return tune.Tuner(
         experiment.trainable,
         param_space=experiment.param_space(seed),
@@ -229,6 +234,8 @@ def is_begun(path: str) -> bool:
 def resumed_tuner(experiment: Experiment, path: str) -> tune.Tuner:
     """Go on with the sweep in `path`: unfinished trials from checkpoints, failed ones anew."""
     filesystem, folder = open_storage(path)
+    parent, _, name = folder.rpartition("/")
+    _SWEEP_AT.set((parent, name))
     return tune.Tuner.restore(
         folder,
         experiment.trainable,
@@ -243,6 +250,8 @@ def _trial_name(trial: Trial) -> str:
 
 
 def _trial_folder(trial: Trial) -> str:
+    if trial.storage is not None:
+        trial.storage.storage_fs_path, trial.storage.experiment_dir_name = _SWEEP_AT.get()
     # Trials drawn by a searcher can share a label; their ids differ.
     return f"{trial_label(trial.config)}-{trial.trial_id}"
 

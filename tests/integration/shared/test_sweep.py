@@ -1,4 +1,4 @@
-"""A sweep is killed in the middle, resumed to its end, and looked at in the browser."""
+"""A sweep is killed in the middle, moved, resumed to its end, and looked at in the browser."""
 
 from __future__ import annotations
 
@@ -56,11 +56,12 @@ def run_sweep(monkeypatch, own_ray):
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
+    return tmp_path_factory.mktemp("runs") / "moved here"
 
 
 @pytest.fixture(scope="module")
-def client(storage):
+def client(killed_and_resumed, storage):
+    del killed_and_resumed
     return MlflowClient(f"sqlite:///{storage}/mlflow.db")
 
 
@@ -81,26 +82,33 @@ def wait_for(condition, seconds, process=None):
 
 
 @pytest.fixture(scope="module")
-def killed_and_resumed(storage, client, own_ray):
-    """Results of a sweep that got a kill -9 when trials had made progress, and was resumed."""
+def killed_and_resumed(storage, own_ray):
+    """Results of a sweep that got a kill -9 when trials had made progress, and was resumed.
+
+    Between the two it is moved, with its MLflow store in it.
+    """
+    begun = storage.with_name("run one")
+    client = MlflowClient(f"sqlite:///{begun}/mlflow.db")
     process = sweep_process(
-        storage, "toy_sweeps:long", "--name", "long",
+        begun, "toy_sweeps:long", "--name", "long",
         step_s="0.5", start=subprocess.Popen,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        wait_for((storage / "mlflow.db").exists, 120, process)
+        wait_for((begun / "mlflow.db").exists, 120, process)
         wait_for(lambda: len(runs_with_a_curve(client)) >= 2, 120, process)
         time.sleep(3)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
     before = {run.data.tags["tokenyard.trial_id"] for run in runs_with_a_curve(client)}
+    begun.rename(storage)
     done = sweep_process(
         storage, "toy_sweeps:long", "--name", "long", "--resume",
         "--json", str(storage / "long.json"), capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    assert not begun.exists(), "nothing is written to where it was"
     return before, done.stdout, json.loads((storage / "long.json").read_text())
 
 
@@ -195,6 +203,17 @@ def test_a_sweep_that_cannot_be_opened_says_why(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(ValueError, match=reason):
         open_chain(reference, str(storage), name, resume=resume)
+
+
+def test_a_moved_sweep_whose_store_is_another_says_what_to_do(
+    killed_and_resumed, storage, monkeypatch, tmp_path
+):
+    del killed_and_resumed
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
+    reason = "no run of sqlite:.*other.db is of the sweep at .*: name the store .*tokenyard.sweep"
+    with pytest.raises(ValueError, match=reason):
+        open_chain("toy_sweeps:long", str(storage), "long", resume=True)
 
 
 def test_the_smallest_sweep_registers_a_network_for_any_number_of_replicas(run_sweep, tmp_path):

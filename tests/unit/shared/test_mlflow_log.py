@@ -123,6 +123,41 @@ def test_a_trial_that_restarts_keeps_its_run_and_loses_what_came_after_its_check
     assert list(mlflow_log.trial_runs(client, parent)) == ["abc_00001"]
 
 
+@pytest.mark.parametrize("name", ["run two", "it's 100 % _new"])
+def test_a_store_that_was_moved_finds_its_runs_and_artifacts_again(tmp_path, name):
+    old, new = tmp_path / "run one", tmp_path / name
+    beside = tmp_path / "run one more"
+    old.mkdir()
+    client = MlflowClient(f"sqlite:///{old}/mlflow.db")
+    mlflow_log.follow_move(client, old)
+    experiment_id = mlflow_log.open_experiment(client, "tokenyard-routing", old)
+    parent = mlflow_log.open_sweep_run(client, experiment_id, f"{old}/s1", "s1", {})
+    other = mlflow_log.open_sweep_run(client, experiment_id, f"{beside}/s1", "s1", {})
+    registry.log_artifact(client, parent, a_policy(1.0))
+    registry.register(client, MODEL, parent, a_policy(1.0), lambda: True)
+    log = pickle.dumps(mlflow_log.TrialLog(client.tracking_uri, parent, {}, hyperparameters))
+    old.rename(new)
+
+    client = MlflowClient(f"sqlite:///{new}/mlflow.db")
+    for _ in range(2):
+        mlflow_log.follow_move(client, new)
+
+    experiment = client.get_experiment_by_name("tokenyard-routing")
+    assert experiment.artifact_location == (new / "mlartifacts").as_uri()
+    found = mlflow_log.find_sweep_run(client, experiment_id, f"{new}/s1")
+    assert found.info.run_id == parent
+    assert found.info.artifact_uri.startswith((new / "mlartifacts").as_uri())
+    assert mlflow_log.find_sweep_run(client, experiment_id, f"{beside}/s1").info.run_id == other
+    champion = registry.mlflow_lookup(client.tracking_uri)(MODEL)
+    assert LOAD(champion.path).arrays["weights"][0] == 1.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlflow_log.TrialLog, "resumed_uri", client.tracking_uri)
+        resumed = pickle.loads(log)
+    resumed.on_trial_start(0, [], FakeTrial("abc_00009"))
+    assert list(mlflow_log.trial_runs(client, parent)) == ["abc_00009"]
+    assert not old.exists()
+
+
 def test_nothing_is_replaced_where_nothing_has_to_go(client, experiment_id):
     run = client.create_run(experiment_id)
     client.log_batch(run.info.run_id, metrics=[Metric("score", 1.0, 0, 1000)])
