@@ -22,7 +22,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import numpy as np
@@ -178,15 +178,6 @@ def print_simulated(console: Console, rows: list[dict[str, Any]]) -> None:
     )
 
 
-class Decider(NamedTuple):
-    """Who decides at a gateway."""
-
-    active: str
-    sha256: str
-    last_change: str
-    """Newest of the gateway's changes of policies, in words."""
-
-
 @dataclass
 class Measured:
     """What has been measured so far: whatever ends a replay, this is told and written."""
@@ -207,26 +198,19 @@ class Measured:
     """What was sent, as the endpoint counted its lengths, by stretch of the traffic."""
 
     def add(
-        self,
-        name: str,
-        asks: list[Ask],
-        answers: list[Answer],
-        took_s: float,
-        why_void: str | None = None,
+        self, name: str, asks: list[Ask], answers: list[Answer], took_s: float, why_void: str | None
     ) -> None:
         """Add a turn of a policy, and tell of it."""
         if not answers:
             return
         found = summarise(asks, answers, took_s, *self.limits)
-        turns = self.turns[name]
-        turns.append(None if why_void else found)
+        self.turns[name].append(None if why_void else found)
         failures = Counter(one.failure for one in answers if one.failure is not None)
         why = "".join(f"; {count} x {reason}" for reason, count in failures.most_common(3))
-        why += f"; void: {why_void}" if why_void else ""
-        told = f"turn {len(turns)} {name}: mean {found['mean_response_s']:.3f} s{why}"
+        why += f"; void: meanwhile {why_void}" if why_void else ""
+        told = f"turn {len(self.turns[name])} {name}: mean {found['mean_response_s']:.3f} s{why}"
         print(told, file=sys.stderr, flush=True)
-        if not why_void:
-            self.answers.setdefault(name, []).extend(answers)
+        self.answers.setdefault(name, []).extend([] if why_void else answers)
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per policy that has a turn which is not void."""
@@ -247,14 +231,14 @@ def add_simulated(
             row[f"simulated_{key}"] = mean(one[row["policy"]][key] for one in found)
 
 
-async def decider(client: Client) -> Decider | None:
-    """Ask who decides; None: what answers is no gateway."""
+async def decider(client: Client) -> tuple[str, str, str] | None:
+    """Ask who decides: name, SHA-256, and the last change of that; None: nobody tells."""
     try:
         card, policies = await client.get("/v1/policy"), await client.get("/v1/policies")
         # Other events are of plans and keys.
         changes = [one for one in policies["events"] if "@" in one["policy"]]
         last = "{what} {policy} at {time_s}".format(**changes[0]) if changes else "unknown"
-        return Decider(card["active"], card["sha256"], last)
+        return card["active"], card["sha256"], last
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         return None
 
@@ -293,7 +277,7 @@ async def run(args: Args, console: Console, measured: Measured) -> None:
         asks = [make_asks(args, one, words_per_token, longest) for one in stretches]
         names = [one.strip() for one in (args.compare or "").split(",") if one.strip()]
         begun = await decider(client)
-        before = card.get("name", "as served") if begun is None else begun.active
+        before = card.get("name", "as served") if begun is None else begun[0]
         baseline = args.baseline or (names[0] if names else before)
         if names and baseline not in names:
             names.append(baseline)
@@ -325,23 +309,23 @@ async def run(args: Args, console: Console, measured: Measured) -> None:
                     if names:
                         await client.switch(name)
                     first, done = await decider(client), dict[int, Answer]()
-                    started_s = time.perf_counter()
+                    started_s, why_void = time.perf_counter(), None
                     try:
-                        answers, took_s = await replay(client, asks[which], done)
-                    except asyncio.CancelledError:
-                        # Those that have ended are told; of the others nothing is known.
-                        took_s = time.perf_counter() - started_s
+                        answers, _ = await replay(client, asks[which], done)
+                        after = await decider(client)
+                        if (first and first[0]) not in (None, name) or first != after:
+                            why_void = f"the gateway {after[2] if after else 'does not answer'}"
+                    finally:
+                        # Of a turn that is interrupted, what has ended is told.
                         ended = [asks[which][i] for i in sorted(done)]
-                        measured.add(name, ended, [done[i] for i in sorted(done)], took_s)
-                        raise
-                    why_void = void_because(name, first, await decider(client))
-                    measured.add(name, asks[which], answers, took_s, why_void)
+                        took_s = time.perf_counter() - started_s
+                        measured.add(name, ended, [done[i] for i in sorted(done)], took_s, why_void)
+                        write(args, measured.rows())
                     told = as_sent(stretches[which], answers)
                     # What was not answered has no lengths: those of whom most was answered.
                     most = max(1, measured.sent.get(which, told).num_requests)
                     if not why_void and told.num_requests >= most:
                         measured.sent[which] = told
-                    write(args, measured.rows())
                     await asyncio.sleep(args.pause_s)
         finally:
             if names and begun is not None:
@@ -350,34 +334,10 @@ async def run(args: Args, console: Console, measured: Measured) -> None:
         await client.close()
 
 
-def void_because(name: str, before: Decider | None, after: Decider | None) -> str | None:
-    """Why a turn tells nothing of a policy; None: it decided all the time, as far as is known."""
-    if before is None and after is None:
-        return None
-    if before is None or after is None:
-        return "the gateway did not say who decides"
-    if before.active != name:
-        return f"{before.active!r} decided"
-    return None if before == after else f"meanwhile the gateway {after.last_change}"
-
-
 def write(args: Args, rows: list[dict[str, Any]]) -> None:
     """Write what there is: whatever happens next, it is not lost."""
     if args.json is not None and rows:
         write_result(args.json, command_line(args.token), args.seed, rows)
-
-
-def report(args: Args, console: Console, measured: Measured) -> list[dict[str, Any]]:
-    """Print and draw what has been measured; return its rows."""
-    rows = measured.rows()
-    if rows and args.figure is not None:
-        credit = f"{measured.source}, turns: {args.repeats}"
-        drawn = draw(measured.answers, credit)
-        [path] = save_figures({args.figure.stem: drawn}, args.figure.parent)
-        console.print(f"picture: {path}", soft_wrap=True)
-    if rows:
-        print_rows(console, rows, measured.baseline)
-    return rows
 
 
 def main(args: Args) -> None:
@@ -400,11 +360,15 @@ def main(args: Args) -> None:
         ended = f"no answer from the gateway at {args.url}: {why}"
     except (ValueError, OSError, httpx.HTTPError, KeyError) as error:
         ended = " ".join(str(error).split()) or type(error).__name__
-    rows = report(args, console, measured)
-    if ended is not None:
-        sys.exit(f"replay: {ended}")
-    if not rows:
-        sys.exit("replay: every turn is void")
+    rows = measured.rows()
+    if rows:
+        print_rows(console, rows, measured.baseline)
+    if rows and args.figure is not None:
+        drawn = draw(measured.answers, f"{measured.source}, turns: {args.repeats}")
+        [path] = save_figures({args.figure.stem: drawn}, args.figure.parent)
+        console.print(f"picture: {path}", soft_wrap=True)
+    if ended is not None or not rows:
+        sys.exit(f"replay: {ended or 'every turn is void'}")
     if measured.twin is not None:
         if not measured.sent:
             sys.exit("replay: no request was answered, so none can be simulated")

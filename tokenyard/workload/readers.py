@@ -37,6 +37,7 @@ from tokenyard.workload.trace import MOST_TOKENS, Trace
 __all__ = ["TRACE_FILES", "TraceError", "TraceOptions", "find_trace", "read_trace"]
 
 TimeUnit = Literal["s", "ms", "us", "ns"]
+OnBadRow = Literal["raise", "skip"]
 _PER_SECOND: dict[TimeUnit, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 _ENCODING = "utf-8-sig"  # the byte order mark that spreadsheets write is not part of a column name
 _YEARS = 1900, 2100
@@ -94,11 +95,11 @@ _LAYOUTS = (
 _NO_TRACES = {
     "resourceSpans": "an OpenTelemetry export",
     "ttfts": "the result of a benchmark (vllm bench serve)",
-    "custom_id": "a batch of requests",
-    "conversations": "a set of conversations",
     "messages": "a set of conversations",
 }
 """What JSON without the columns of a layout is, by a key of it."""
+_Found = tuple[Trace, int, str]
+"""A trace, how many bad rows were left out, and what was recognised."""
 
 
 class _Row(NamedTuple):
@@ -121,15 +122,6 @@ class _Times(NamedTuple):
     """In words."""
 
 
-class _Found(NamedTuple):
-    """A trace, and how it was read."""
-
-    trace: Trace
-    bad: int
-    """Rows that were left out as they are malformed."""
-    described: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
     """How a trace is read: options of all commands that take one."""
@@ -138,7 +130,7 @@ class TraceOptions:
     """Unit of the trace's times where they are numbers; None: found out."""
     block_tokens: int | None = None
     """Tokens of the prompt that one of the trace's hash ids stands for; None: its layout's."""
-    on_bad_row: Literal["raise", "skip"] = "raise"
+    on_bad_row: OnBadRow = "raise"
     """Whether a malformed row of the trace stops the run, or is left out and counted, up to 1 %."""
 
     def read(self, trace: Path | str) -> tuple[Trace, int]:
@@ -160,7 +152,7 @@ class TraceOptions:
 
 def read_trace(
     path: Path | str,
-    on_bad_row: Literal["raise", "skip"] = "raise",
+    on_bad_row: OnBadRow = "raise",
     time_unit: TimeUnit | None = None,
     block_tokens: int | None = None,
     tell: Callable[[str], object] = lambda _: None,
@@ -197,10 +189,11 @@ def read_trace(
             found = _from_rows(path, rows, layout, time_unit, on_bad_row)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path}: what was packed by gzip is broken: {error}") from None
+    trace, bad, described = found
     if block_tokens is None:
-        _check_blocks(path, found.trace)
-    tell(f"trace {path}: {found.described}")
-    return found.trace, found.bad
+        _check_blocks(path, trace)
+    tell(f"trace {path}: {described}")
+    return trace, bad
 
 
 def _is_packed(path: Path) -> bool:
@@ -213,10 +206,9 @@ def _open(path: Path) -> TextIO:
     return cast(TextIO, opened(path, "rt", encoding=_ENCODING, errors="replace", newline=""))
 
 
-def _quote(text: object) -> str:
+def _quote(text: str) -> str:
     """What a message repeats of a file."""
-    whole = str(text)
-    return repr(whole) if len(whole) <= _QUOTED else f"{whole[:_QUOTED]!r} ..."
+    return f"{text[:_QUOTED]!r}{' ...' * (len(text) > _QUOTED)}"
 
 
 def _sniff(path: Path) -> tuple[_Layout, list[str] | None]:
@@ -237,19 +229,15 @@ def _sniff(path: Path) -> tuple[_Layout, list[str] | None]:
     for layout in _LAYOUTS:
         if {*layout[1:4], layout.mark or layout.time} <= set(names):
             return layout, None if is_json else names
+    shown = _quote(", ".join(names))
     if is_json:
         what = next((_NO_TRACES[name] for name in names if name in _NO_TRACES), "this JSON")
-        keys = _quote(", ".join(names))
-        raise TraceError(
-            f"{path}: {what} is no trace: its keys are {keys}, and every line of a trace has "
-            f"{', '.join(_LENGTHS)}"
-        )
+        wanted = ", ".join(_LENGTHS)
+        raise TraceError(f"{path}: {what} is no trace: it has {shown}; each line needs {wanted}")
     for layout in _LAYOUTS:
         missing = [name for name in layout[1:4] if name not in names]
         if len(missing) < 3:
-            raise TraceError(
-                f"{path}, line 1: missing column {missing[0]}; found {_quote(', '.join(names))}"
-            )
+            raise TraceError(f"{path}, line 1: missing column {missing[0]}; found {shown}")
     if {"\0", "\ufffd"} & set(first_line):
         raise TraceError(f"{path}, line 1: this is no text in UTF-8; unpack or convert it first")
     known = " or ".join(",".join(layout[1:4]) for layout in _LAYOUTS[:3])
@@ -330,7 +318,7 @@ def _from_rows(
     rows: list[_Row],
     layout: _Layout,
     time_unit: TimeUnit | None,
-    on_bad_row: Literal["raise", "skip"],
+    on_bad_row: OnBadRow,
 ) -> _Found:
     """Build the trace from the good rows; see `read_trace` for what happens to the others."""
     if not rows:
@@ -396,16 +384,13 @@ def _parse_times(
         return _parse_dates(texts)
     numbers = pd.to_numeric(texts, errors="coerce").to_numpy(np.float64)
     ordered = np.sort(numbers[np.isfinite(numbers)])
-    ends = np.quantile(ordered, (0.05, 0.95))
-    units = list(_PER_SECOND) if time_unit is None else [time_unit]
-    for unit in units:
-        since_1970_s = ends / _PER_SECOND[unit]
-        if _EPOCH_S[0] <= since_1970_s[0] and since_1970_s[1] < _EPOCH_S[1]:
-            origin = datetime.fromtimestamp(ordered[0] / _PER_SECOND[unit], UTC)
-            seconds = (numbers - ordered[0]) / _PER_SECOND[unit]
-            return _Times(seconds, origin, f"{unit} since 1970")
+    first, last = np.quantile(ordered, (0.05, 0.95))
+    for unit, per_s in _PER_SECOND.items():
+        is_asked = time_unit in (None, unit)
+        if is_asked and _EPOCH_S[0] <= first / per_s and last / per_s < _EPOCH_S[1]:
+            return _Times(numbers / per_s, datetime(1970, 1, 1, tzinfo=UTC), f"{unit} since 1970")
     unit = time_unit or _tell_unit(path, layout, ordered)
-    return _Times((numbers - ordered[0]) / _PER_SECOND[unit], None, f"times in {unit}")
+    return _Times(numbers / _PER_SECOND[unit], None, f"times in {unit}")
 
 
 def _parse_dates(texts: pd.Series[str] | pd.Series[float]) -> _Times:
@@ -450,7 +435,7 @@ def _bulk(ordered: FloatArray) -> FloatArray:
 def _astray_s(seconds: FloatArray) -> FloatArray:
     """How far rows are from the others whose clock must be wrong, seconds; 0 for all other rows."""
     bulk = _bulk(np.sort(seconds[np.isfinite(seconds)]))
-    if len(seconds) < _FEW or bulk[0] == bulk[-1]:
+    if len(seconds) < _FEW or not len(bulk) or bulk[0] == bulk[-1]:
         return np.zeros(len(seconds))
     span_s = bulk[-1] - bulk[0]
     away_s = np.fmax(np.fmax(bulk[0] - seconds, seconds - bulk[-1]), 0.0)
@@ -504,16 +489,12 @@ def _found(
         prefix_hashes=None if hashes is None else tuple(hashes[i] for i in kept.tolist()),
         prefix_block_tokens=None if hashes is None else layout.block_tokens,
     )
-    described = f"layout {layout.name}, {times.unit}, "
-    if trace.prefix_hashes is not None and trace.prefix_block_tokens is not None:
-        size, context = trace.prefix_block_tokens, trace.context_tokens
-        told = np.minimum([size * len(chain) for chain in trace.prefix_hashes], context).sum()
-        share = 100 * told / max(context.sum(), 1)
-        described += f"blocks of {size} tokens ({share:.0f} % of all prompts), "
-    described += f"rows: {trace.num_requests:,}, span: {trace.duration_s:,.6g} s"
+    blocks = f"blocks of {layout.block_tokens} tokens, " if trace.prefix_hashes else ""
+    rows = f"rows: {trace.num_requests:,}, span: {trace.duration_s:,.6g} s"
+    described = f"layout {layout.name}, {times.unit}, {blocks}{rows}"
     for what, count in (
         ("out of order, now sorted", moved), ("failed, without an answer, left out", failed),
         ("bad, left out", bad),
     ):  # fmt: skip
         described += f"; {what}: {count:,}" if count else ""
-    return _Found(trace, bad, described)
+    return trace, bad, described

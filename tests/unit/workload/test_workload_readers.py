@@ -414,6 +414,8 @@ LONG = "x" * 16_000
         (f"{LONG},1,2\n", "unknown header"),
         (f"arrival_s,{LONG}\n0,1\n", "missing column context_tokens"),
         (PLAIN + f"{LONG},1,2\n", "unparsable time"),
+        (PLAIN + "nobody knows,1,2\n" * 20, "line 2: unparsable time 'nobody knows'"),
+        (as_csv(PLAIN.strip()) + "-1e300,1,2\n", "line 102: time '-1e300' is .* s away"),
         (PLAIN + f"0,{LONG},2\n", "are no integer"),
         (PLAIN + f"0,{'9' * 16_000},2\n", "beyond any prompt"),
         (as_json(STAMPS["ms"]) + f'{{"a": "{LONG}"\n', "line 101: not a JSON object with"),
