@@ -36,7 +36,7 @@ from serve_app.gateway.history import History
 from serve_app.gateway.holding import Holding, QueueFull, WaitedTooLong
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.outliers import OutlierDetector
-from serve_app.gateway.placement import Pick, Placement
+from serve_app.gateway.placement import Pick, Placement, ReplicaStatus
 from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
 from serve_app.gateway.replicas import EngineStatus, ReplicaState, ReplicaTable
 from serve_app.gateway.tracing import Tracing
@@ -259,9 +259,10 @@ class Gateway:
         """Bring the table of replicas up to date; return the time."""
         return self._placement.refresh()
 
-    def available(self) -> set[str]:
-        """Replicas that could be sent a request now."""
-        return self._placement.available(self.refresh())
+    def states(self) -> dict[str, ReplicaStatus]:
+        """Whether each replica could be sent a request now, or why not, by its name."""
+        now_s, replicas = self.refresh(), self.table.replicas
+        return {name: self._placement.state_of(one, now_s) for name, one in replicas.items()}
 
     def observe(self) -> None:
         """Set the gauges that show the state of the pools."""

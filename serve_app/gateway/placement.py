@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -47,6 +47,9 @@ _FULL_BASE_S, _FULL_MAX_S = 0.5, 60.0
 """For how long an endpoint that has no room is left alone: the first time, and at most."""
 _LACK_BASE_S, _LACK_MAX_S = 10.0, 300.0
 """Likewise one that does not know the model or the route, for requests that need it."""
+
+
+ReplicaStatus = Literal["ready", "draining", "ejected", "full", "unreachable"]
 
 
 class Placeable(Protocol):
@@ -297,22 +300,17 @@ class Placement:
         for need in needs:
             self._lacks.forget((replica.replica_id, need))
 
-    def available(self, now_s: float) -> set[str]:
-        """Replicas that could be sent a request at a time, Unix time, seconds.
-
-        They take requests and have room, are not ejected, and, if endpoints, were heard of lately.
-        """
-        replicas = [self._table.at(row) for row in self._offered(now_s).tolist()]
-        return {
-            one.replica_id
-            for one in replicas
-            if one.status.accepting
-            and not self._outliers.ejected_s(one.replica_id)
-            and (
-                now_s - one.status.observed_at_s <= self._stale_after_s
-                or not self._backends[one.pool].takes_any
-            )
-        }
+    def state_of(self, replica: ReplicaState, now_s: float) -> ReplicaStatus:
+        """Whether a replica could be sent a request at a time, Unix time, seconds, or why not."""
+        if replica.draining or not replica.status.accepting:
+            return "draining"
+        if self._outliers.ejected_s(replica.replica_id):
+            return "ejected"
+        if self._full.left_s((replica.replica_id,)):
+            return "full"
+        # Engines of ours tell by way of Ray Serve, whose controller may be late.
+        is_old = now_s - replica.status.observed_at_s > self._stale_after_s
+        return "unreachable" if is_old and self._backends[replica.pool].takes_any else "ready"
 
     def least_wait_s(self) -> float | None:
         """Shortest time until a replica could start on a prompt, seconds; None: there is none."""

@@ -142,7 +142,8 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
 def _status(gateway: Gateway) -> str:
     if gateway.draining:
         return "draining"
-    return "ok" if gateway.cluster.decide_only or gateway.available() else "unavailable"
+    is_well = gateway.cluster.decide_only or "ready" in gateway.states().values()
+    return "ok" if is_well else "unavailable"
 
 
 def describe(gateway: Gateway) -> GatewayPolicyAnswer:

@@ -44,7 +44,7 @@ def make_router(gateway: Gateway, access: Access) -> APIRouter:
     async def pools() -> dict[str, Any]:
         """Tell what is known of every replica, and from where pools have their endpoints."""
         now_s, backends = gateway.refresh(), gateway.backends.values()
-        ejected_s, available = gateway.outliers.ejected_s, gateway.available()
+        ejected_s, states = gateway.outliers.ejected_s, gateway.states()
         cluster = gateway.cluster
         models = {one.name: cluster.model_of(one) for one in cluster.pools}
         allocated = next(map(cluster.model_of, cluster.templates), cluster.served_model)
@@ -53,7 +53,7 @@ def make_router(gateway: Gateway, access: Access) -> APIRouter:
                 {
                     **_describe_replica(one, now_s),
                     "ejected_s": ejected_s(one.replica_id),
-                    "available": one.replica_id in available,
+                    "state": states[one.replica_id],
                     "model": models.get(one.pool, allocated),
                 }
                 for one in gateway.table.replicas.values()

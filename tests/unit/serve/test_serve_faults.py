@@ -311,23 +311,23 @@ def test_health_pools_and_page_say_whether_any_endpoint_could_answer():
             paths = ("/health", "/healthz")
             codes = [(await client.get(path)).status_code for path in paths]
             shown = (await client.get("/v1/pools")).json()["replicas"]
-            return codes, [one["available"] for one in shown]
+            return codes, [one["state"] for one in shown]
 
         await until(lambda: all(one.num_scraped > 1 for one in endpoints))
-        assert await statuses() == ([200, 200], [True, True])
+        assert await statuses() == ([200, 200], ["ready", "ready"])
         for one in endpoints:
             one.drips = True
-        await until(lambda: not gateway.available())
-        assert await statuses() == ([503, 503], [False, False])
+        await until(lambda: "ready" not in gateway.states().values())
+        assert await statuses() == ([503, 503], ["unreachable"] * 2)
         assert (await client.get("/healthz")).json() == {"status": "unavailable", "replicas": 2}
         for one in endpoints:
             one.drips = False
-        await until(lambda: len(gateway.available()) == 2)
+        await until(lambda: set(gateway.states().values()) == {"ready"})
         # All that are there say that they have no room.
         for one in endpoints:
             one.status, one.script = 503, (b"sleeping",)
         assert (await client.post("/v1/completions", json=BODY)).status_code == 503
-        assert await statuses() == ([503, 503], [False, False])
+        assert await statuses() == ([503, 503], ["full", "full"])
 
     run(test, 2, scrapes=True, circuit_breaker={"stale_after_s": 0.5})
 
