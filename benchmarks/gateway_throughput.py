@@ -7,7 +7,8 @@ by itself, the gateway before the stub, and the gateway before a pool of its own
 computes nothing. Gateways have decision log, metrics, exploration and scraping. CPU time is that of
 all of a server's processes, Ray's and the engines' included, less what they take while nobody asks;
 the client's and the stub's are not counted, and both give way to the servers (`nice`). Latency is
-compared with the stub's in the same turn.
+compared with the stub's in the same turn. With `--starts 3` the gateway before two of the stub's
+ports is started, asked once and stopped three times, and nothing else is measured.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ class Args:
     stub's ports."""
     before: Path | None = None
     """Another checkout, whose gateway before a pool of its own takes turns with the others."""
+    starts: int = 0
+    """Times that a gateway is started and stopped, in place of all else."""
     json: ResultFile | None = None
     """File for the rows."""
 
@@ -484,7 +487,7 @@ def own_pool() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def gateway(
-    name: str, pool: dict[str, Any], root: Path = ROOT, carriers: int = 1
+    name: str, pool: dict[str, Any], root: Path = ROOT, carriers: int = 1, log: bool = True
 ) -> Iterator[Server]:
     """Yield a gateway before a pool, from the checkout at `root`."""
     port = free_port()
@@ -496,10 +499,29 @@ def gateway(
         file.write_text(yaml.safe_dump(cluster))
         command = [
             sys.executable, str(root / "pipelines/deploy.py"), "--cluster", str(file),
-            "--port", str(port), "--decision-log", str(Path(folder) / "log"),
+            "--port", str(port), *("--decision-log", str(Path(folder) / "log"))[: 2 * log],
         ]  # fmt: skip
         with started(name, port, command, root) as server:
             yield server
+
+
+def measure_start(ports: list[int]) -> dict[str, float]:
+    """Start a gateway, ask it once, and stop it; all its processes count."""
+    begun_s = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(gateway("tokenyard", external_pool(ports), log=False))
+        body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        url, kind = f"http://127.0.0.1:{server.port}/v1/chat/completions", "application/json"
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": kind})
+        urllib.request.urlopen(request).close()
+        started_s, cpu_s = time.monotonic() - begun_s, server.cpu_s()
+        every = [server.process, *server.process.children(recursive=True)]
+        memory = [one.memory_full_info() for one in every]
+        rss_mb, pss_mb = (sum(getattr(m, k) for m in memory) / 1e6 for k in ("rss", "pss"))
+        begun_s = time.monotonic()
+    stopped_s = time.monotonic() - begun_s
+    return {"cpu_s": cpu_s, "start_s": started_s, "rss_mb": rss_mb, "pss_mb": pss_mb,
+            "processes": len(every), "stop_s": stopped_s}  # fmt: skip
 
 
 def measure(servers: list[Server], args: Args) -> list[Row]:
@@ -542,6 +564,8 @@ def main(args: Args) -> None:
     thin = [sys.executable, "-c", THIN, str(thin_port)]
     with contextlib.ExitStack() as stack:
         alone, ports = stack.enter_context(stub())
+        if args.starts:
+            return show([measure_start(ports[:2]) for _ in range(args.starts)], args)
         others = {
             "thin": lambda: started("thin Ray Serve", thin_port, thin),
             "endpoints": lambda: gateway("tokenyard", external_pool(ports)),
@@ -559,10 +583,15 @@ def main(args: Args) -> None:
         # Whoever asks gives way, so that it is the servers that are measured.
         os.nice(_NICE)
         rows = measure(servers, args)
-    table = Table(*asdict(rows[0]))
+    show([asdict(one) for one in rows], args)
+
+
+def show(rows: list[dict[str, Any]], args: Args) -> None:
+    """Print rows, and write them where that is wanted."""
+    table = Table(*rows[0])
     for one in rows:
-        table.add_row(*(_shown(value) for value in asdict(one).values()))
-    report(table, [asdict(one) for one in rows], args.json, None)
+        table.add_row(*(_shown(value) for value in one.values()))
+    report(table, rows, args.json, None)
 
 
 def _shown(value: Any) -> str:

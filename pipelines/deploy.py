@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
@@ -10,26 +11,24 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-import httpx
-import ray
+import psutil
 import tyro
+import uvloop
 from pydantic import ValidationError
-from ray import serve
-from ray.exceptions import RayError
-from ray.serve import Application
 
-from serve_app.allocation.plans import PlanOrigin
 from serve_app.app import (
     ADMIN_TOKEN_VARIABLE,
     APP_NAME,
     GATEWAY,
     LOCAL_ADMIN_VARIABLE,
     GatewayOptions,
+    GatewayReplica,
     bind_gateway,
     find_cluster,
     load_policy,
@@ -40,11 +39,13 @@ from serve_app.app import (
 from serve_app.cluster import Cluster
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.http.decide_schema import PolicyCard
-from tokenyard.allocation.scenario import load_allocation
 from tokenyard.config import sentence_of
 from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.routing.fleet import AnyReplica
 from tokenyard.routing.scenario import load_scenario
+
+if TYPE_CHECKING:
+    from serve_app.allocation.plans import PlanOrigin
 
 DECIDE_ONLY = "none"
 _SIGNAL_POLL_S = 0.25
@@ -53,7 +54,11 @@ _WATCH_TIMEOUT_S = 5.0
 _GONE_AFTER_S = 120.0
 """Time without an answer of the gateway after which nobody is expected to replace it."""
 _DRAIN_SLACK_S = 20.0
-"""For the worker that asks the gateway to start, and its answer to come back."""
+"""For the gateway's answer to come back."""
+_BEAT_EVERY_S, _BEAT_TIMEOUT_S, _MOST_MISSED = 1.0, 3.0, 3
+"""Of the event loop: as Serve checks the health of a replica."""
+_REACH_S, _STARTS = 15.0, 3
+"""For a Ray to say that it is there; and how often one is started that does not come up in time."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -116,6 +121,8 @@ class Deployment:
             )
         )
         if self.cluster.allocation is not None:
+            from tokenyard.allocation.scenario import load_allocation
+
             template = self.cluster.allocation.template
             budget = load_allocation(self.cluster.allocation.scenario).num_gpus
             num_cpus += budget * (template.replica_cpus + template.config.rank_cpus)
@@ -140,16 +147,18 @@ class Deployment:
 
 def main(args: Args) -> None:
     """Start, tell how to ask, wait, and shut down cleanly."""
-    local = "RAY_ADDRESS" not in os.environ
+    address = os.environ.get("RAY_ADDRESS") or None
     try:
         deployment = _find(args)
-        if local:
+        if address is None:
             _check_port(args.host, args.port)
-        _connect(local, deployment.num_cpus)
+        if address is None and not deployment.cluster.needs_ray:
+            return uvloop.run(_serve_here(deployment, args))
+        _connect(address, deployment.num_cpus)
     except (ValueError, OSError) as error:
         text = sentence_of(error) if isinstance(error, ValidationError) else str(error)
         sys.exit(f"error: {' '.join(text.split())}")
-    signals = _Signals()
+    signals, local = _Signals(), address is None
     try:
         _start(bind_gateway(deployment.cluster, deployment.options))
         _report(deployment, args)
@@ -157,7 +166,40 @@ def main(args: Args) -> None:
             _give_up()
         _drain(signals, deployment.cluster.limits.drain_s)
     finally:
-        _shut_down(local)
+        _shut_down()
+    # The handle that drained leaves threads, which can crash an interpreter that ends.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+async def _serve_here(deployment: Deployment, args: Args) -> None:
+    """Be the gateway, in this process: nothing of its cluster needs Ray."""
+    logging.basicConfig(format="%(levelname)s %(asctime)s %(name)s -- %(message)s")
+    stop, hurry, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+    gateway = GatewayReplica(deployment.cluster, deployment.options, {})
+    await gateway.listen(args.host, args.port)
+    _report(deployment, args)
+    threading.Thread(target=_watch, args=(loop,), daemon=True).start()
+    await stop.wait()
+    tasks = [asyncio.create_task(one) for one in (gateway.drain(), hurry.wait())]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    _report_cut(await gateway.drain(0.0) if hurry.is_set() else tasks[0].result())
+    await gateway.end()
+
+
+def _watch(loop: asyncio.AbstractEventLoop) -> None:
+    """End this process where its event loop hangs, as Serve ends a replica."""
+    missed = 0
+    while missed < _MOST_MISSED:
+        time.sleep(_BEAT_EVERY_S)
+        beat = threading.Event()
+        loop.call_soon_threadsafe(beat.set)
+        missed = 0 if beat.wait(_BEAT_TIMEOUT_S) else missed + 1
+    print("error: the event loop hangs, and nothing is served", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _find(args: Args) -> Deployment:
@@ -213,9 +255,11 @@ def _wait(signals: _Signals, args: Args, local: bool, scheme: str) -> bool:
 
     Serve replaces replicas that die, but nobody replaces a local Ray.
     """
+    import ray
+
     answered_s = time.monotonic()
     while not signals.stop.wait(_WATCH_EVERY_S if local else None):
-        if local and not _has_a_node():
+        if local and not any(node["Alive"] for node in ray.nodes()):
             return False
         if _gateway_answers(args.host, args.port, scheme):
             answered_s = time.monotonic()
@@ -228,13 +272,10 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _has_a_node() -> bool:
-    """Whether Ray can start anything."""
-    return any(node["Alive"] for node in ray.nodes())
-
-
 def _gateway_answers(host: str, port: int, scheme: str = "http") -> bool:
     """Whether the gateway answers, well or not."""
+    import httpx
+
     address = "127.0.0.1" if host == "0.0.0.0" else host
     url = f"{scheme}://{_in_url(address)}:{port}/healthz"
     try:
@@ -247,6 +288,8 @@ def _gateway_answers(host: str, port: int, scheme: str = "http") -> bool:
 
 def _give_up() -> NoReturn:
     """End with an error, so that a supervisor starts anew."""
+    import ray
+
     # With its Ray gone, hardly anything that ends it comes back.
     last_resort = threading.Timer(_WATCH_TIMEOUT_S, os._exit, (1,))
     last_resort.daemon = True
@@ -258,41 +301,65 @@ def _give_up() -> NoReturn:
 
 def _drain(signals: _Signals, drain_s: float) -> None:
     """Let the gateway finish what it has begun, and take nothing new."""
-    # In a worker: a handle that was used leaves threads, which can crash an interpreter that ends.
-    left = ray.remote(num_cpus=0)(_ask_to_drain).remote()
-    until_s = time.monotonic() + drain_s + _DRAIN_SLACK_S
-    while time.monotonic() < until_s and not signals.hurry.is_set():
-        done, _ = ray.wait([left], timeout=_SIGNAL_POLL_S)
-        if done:
-            break
-    try:
-        cut = ray.get(left, timeout=0)
-    except (RayError, TimeoutError) as error:
-        print(f"not drained: {str(error).splitlines()[0]}", file=sys.stderr)
-    else:
-        if cut:
-            print(f"{cut} answers are cut after {drain_s:g} s", file=sys.stderr)
+    from ray import serve
 
-
-def _ask_to_drain() -> int:
     handle: Any = serve.get_deployment_handle(GATEWAY, APP_NAME)
-    cut: int = handle.drain.remote().result()
-    return cut
+    drained, until_s = handle.drain.remote(), time.monotonic() + drain_s + _DRAIN_SLACK_S
+    try:
+        while not signals.hurry.is_set() and time.monotonic() < until_s:
+            with suppress(TimeoutError):
+                return _report_cut(drained.result(timeout_s=_SIGNAL_POLL_S))
+        _report_cut(handle.drain.remote(0.0).result(timeout_s=_DRAIN_SLACK_S))
+    except Exception as error:  # Ray raises all kinds.
+        print(f"not drained: {(str(error) or 'no answer').splitlines()[0]}", file=sys.stderr)
 
 
-def _connect(local: bool, num_cpus: float) -> None:
+def _report_cut(num_answers: int) -> None:
+    if num_answers:
+        print(f"{num_answers} answers are cut", file=sys.stderr, flush=True)
+
+
+def _connect(address: str | None, num_cpus: float) -> None:
+    """Use the Ray at an address, or start one; where that takes it too long, start over.
+
+    Raises:
+        ValueError: It does not answer, or does not start.
+    """
     # Ray gives its workers the lowest priority of all, which ranks beside other work feel.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Ranks on a small machine share its cores: Ray's count is only what actors reserve.
-    ray.init(
-        address="local" if local else None,
-        num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)) if local else None,
-        include_dashboard=False if local else None,
-        logging_level=logging.WARNING,
+    import ray
+
+    from serve_app.ray_serve import private
+
+    options: dict[str, Any] = {}
+    if address is None:
+        # Ranks on a small machine share its cores: Ray's count is only what actors reserve.
+        num = max(os.cpu_count() or 1, math.ceil(num_cpus))
+        options = {"address": "local", "num_cpus": num, "include_dashboard": False}
+    else:
+        private.check_alive(address, _REACH_S)
+    others, reason = psutil.Process().children(recursive=True), ""
+    for _ in range(_STARTS if address is None else 1):
+        try:
+            ray.init(logging_level=logging.WARNING, **options)
+            return
+        except Exception as error:  # Of no class of its own where Ray has waited for long enough.
+            reason = str(error)
+            print(f"Ray did not start: {reason}", file=sys.stderr, flush=True)
+        ray.shutdown()
+        left = [one for one in psutil.Process().children(recursive=True) if one not in others]
+        for one in left:
+            one.kill()
+        psutil.wait_procs(left, _WATCH_TIMEOUT_S)
+    raise ValueError(
+        f"no Ray: {reason} (a busy machine may need another try, and a cluster whose pools are all "
+        "external needs no Ray)"
     )
 
 
-def _start(application: Application) -> None:
+def _start(application: Any) -> None:
+    from ray import serve
+
     # The decision log says more than an access log, and costs less per request.
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     # The gateway listens itself.
@@ -300,12 +367,13 @@ def _start(application: Application) -> None:
     serve.run(application, name=APP_NAME, route_prefix=None, logging_config=quiet)
 
 
-def _shut_down(local: bool) -> None:
+def _shut_down() -> None:
+    import ray
+    from ray import serve
+
     # Waits for the last bytes of answers, which a shutdown would cut.
     serve.delete(APP_NAME)
-    # On a shared cluster only the application is ours, not Serve itself.
-    if local:
-        serve.shutdown()
+    # On a shared cluster only the application is ours, not Serve itself. One of ours ends whole.
     ray.shutdown()
 
 

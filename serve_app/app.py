@@ -1,4 +1,7 @@
-"""The Ray Serve application: the gateway before its pools, or without any."""
+"""The gateway before its pools, or without any: Ray Serve's application, or a process of its own.
+
+Ray is imported in functions alone: nothing of a gateway before endpoints needs it.
+"""
 
 # No `from __future__ import annotations` here: `serve run` reads the class of build's argument.
 import asyncio
@@ -8,18 +11,14 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
-from ray import serve
-from ray.serve import Application, Deployment
-from ray.serve.handle import DeploymentHandle
 
-from serve_app.allocation.plans import PlanOrigin, check_allocation, load_plan_policy
-from serve_app.allocation.replica_sets import make_allocator
 from serve_app.cluster import Cluster, load_cluster
+from serve_app.engines.tokenizer import Tokenizer
 from serve_app.gateway import interpreter
 from serve_app.gateway.backends import Backend, make_backends
 from serve_app.gateway.callers import KeyFile
@@ -31,7 +30,6 @@ from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.rate_limits import RateLimits
 from serve_app.gateway.tracing import tracing_of
 from serve_app.gateway.upstream import Origin, UpstreamClient, UpstreamError, url_of
-from serve_app.http import allocation
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.http.listener import Listener, hold_port
@@ -42,11 +40,11 @@ from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_po
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT
 from serve_app.policy.state import STATE_FILE, Remembers, StateFile
-from serve_app.ray_serve.carrier_replica import CarrierReplica, end_with_ray
-from serve_app.ray_serve.replica import bind_pool, engine_class, load_tokenizers
-from tokenyard.allocation.scenario import load_allocation
 from tokenyard.config import fitted
 from tokenyard.registry import CANDIDATE
+
+if TYPE_CHECKING:
+    from serve_app.allocation.plans import PlanOrigin
 
 logger = logging.getLogger(__name__)
 
@@ -111,12 +109,13 @@ _SQLITE = "sqlite:///"
 
 
 class GatewayReplica:
-    """The gateway's one replica: it listens itself, and Ray Serve keeps it alive."""
+    """The gateway: it listens itself, and Ray Serve keeps it alive where it is one of its."""
 
-    def __init__(
-        self, cluster: Cluster, options: GatewayOptions, handles: dict[str, DeploymentHandle[Any]]
-    ) -> None:
-        """Connect to the pools and make the policy."""
+    _allocator: Any = None
+    """`serve_app.allocation.allocator.Allocator`, where a pool is allocated."""
+
+    def __init__(self, cluster: Cluster, options: GatewayOptions, handles: dict[str, Any]) -> None:
+        """Connect to the pools, those of ours by Serve's handles, and make the policy."""
         # What follows takes seconds.
         self._held = self._hold_port(options)
         interpreter.share()
@@ -146,11 +145,16 @@ class GatewayReplica:
             limits=limits,
             tracing=tracing_of(os.environ),
         )
-        self._tokenizers = load_tokenizers(cluster)
+        self._tokenizers: Mapping[str, Tokenizer] = {}
         self._registry = registry
-        self._allocator = make_allocator(
-            APP_NAME, self._gateway, backends, registry, options.decision_log
-        )
+        if cluster.needs_ray:
+            from serve_app.allocation.replica_sets import make_allocator
+            from serve_app.ray_serve.replica import load_tokenizers
+
+            self._tokenizers = load_tokenizers(cluster)
+            self._allocator = make_allocator(
+                APP_NAME, self._gateway, backends, registry, options.decision_log
+            )
         parts: dict[str, Remembers] = {"outliers": self._gateway.outliers, "limits": limits}
         if self._allocator is not None:
             parts["allocation"] = self._allocator
@@ -181,21 +185,34 @@ class GatewayReplica:
         Raises:
             OSError: The address cannot be listened on.
         """
-        held, self._held = self._held, None
-        if held is None:
+        if self._held is None:
             await check_no_proxy(address["host"], address["port"])
         if self._listener is None:
-            self._begin()
+            self._end_with_serve()
+        await self.listen(address["host"], address["port"])
+
+    async def listen(self, host: str, port: int) -> None:
+        """Begin to answer.
+
+        Raises:
+            OSError: The address cannot be listened on.
+        """
+        held, self._held = self._held, None
+        if self._listener is None:
+            self._start()
         else:
             await self._listener.stop()
         cluster = self._gateway.cluster
         self._listener = Listener(self.make_api(), cluster.limits, cluster.gateway.tls)
-        await self._listener.start(address["host"], address["port"], held)
+        await self._listener.start(host, port, held)
 
     def make_api(self) -> FastAPI:
         """Make the application that answers."""
         api = create_gateway_api(self._gateway, self._tokenizers, self._access, self._lifecycle)
         if self._allocator is not None:
+            from serve_app.allocation.plans import load_plan_policy
+            from serve_app.http import allocation
+
             scenario = self._allocator.scenario
             router = allocation.make_router(
                 self._allocator, self._access,
@@ -215,21 +232,23 @@ class GatewayReplica:
             await self._listener.stop()
             await self._stop()
 
-    def _begin(self) -> None:
-        """Start what goes on until the end."""
-        self._start()
+    def _end_with_serve(self) -> None:
+        """Drain where Serve wants that, or is gone."""
+        from serve_app.ray_serve.carrier_replica import end_with_ray
+
         # Serve awaits it. One of the class would be called by the garbage collector, too.
         self.__del__ = self.end
         self._orphaned = asyncio.create_task(end_with_ray(os.getppid(), self.end))
 
-    async def drain(self) -> int:
-        """Let nothing more in; return what is still in flight when the time for it is over."""
-        return await self._gateway.drain()
+    async def drain(self, within_s: float | None = None) -> int:
+        """Let nothing more in; return what is in flight after that time (`limits.drain_s`)."""
+        return await self._gateway.drain(within_s)
 
     async def check_health(self) -> None:
         """Answer from the event loop of the API: one that hangs is found, and replaced."""
 
     def _start(self) -> None:
+        """Start what goes on until the end."""
         self._lifecycle.start()
         if self._access.keys is not None:
             self._watching = asyncio.create_task(self._access.keys.watch(self._note_keys))
@@ -292,7 +311,8 @@ class DeciderReplica(GatewayReplica):
         """
         if self._decider is None:
             await check_no_proxy(address["host"], address["port"])
-            self._begin()
+            self._end_with_serve()
+            self._start()
             self._decider = Decider(self._gateway, self.make_api())
             await self._decider.start()
 
@@ -364,10 +384,14 @@ def find_cluster(options: GatewayOptions) -> Cluster:
     cluster = fitted(Cluster, fields, f"cluster {options.cluster}")
     load_policy(cluster, options)
     resolve_policy(cluster.baseline, cluster.scenario)
-    for pool in (*cluster.own_pools, *cluster.templates):
-        engine_class(pool)
-    if cluster.allocation is not None:
-        check_allocation(cluster.allocation, registry_of(options))
+    if cluster.needs_ray:
+        from serve_app.allocation.plans import check_allocation
+        from serve_app.ray_serve.replica import engine_class
+
+        for pool in (*cluster.own_pools, *cluster.templates):
+            engine_class(pool)
+        if cluster.allocation is not None:
+            check_allocation(cluster.allocation, registry_of(options))
     access = make_access(cluster, options)
     if access.keys is not None and access.keys.path.exists():
         access.open()  # Where the gateway runs elsewhere it says so itself.
@@ -388,10 +412,13 @@ def load_policy(cluster: Cluster, options: GatewayOptions) -> LoadedPolicy:
     return resolve_policy(name, cluster.scenario, registry_of(options), stand_in)
 
 
-def plan_origin(cluster: Cluster, options: GatewayOptions) -> PlanOrigin | None:
+def plan_origin(cluster: Cluster, options: GatewayOptions) -> "PlanOrigin | None":
     """Where the policy of the allocated pool comes from; None: there is no such pool."""
     if cluster.allocation is None:
         return None
+    from serve_app.allocation.plans import load_plan_policy
+    from tokenyard.allocation.scenario import load_allocation
+
     scenario = load_allocation(cluster.allocation.scenario)
     name = cluster.allocation.policy
     return load_plan_policy(name, scenario, registry_of(options), may_ship=True)[1]
@@ -437,8 +464,11 @@ def make_access(cluster: Cluster, options: GatewayOptions) -> Access:
     return Access(token_of(options), admin_token_of(options), local_admin_of(options), keys)
 
 
-def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
-    """Make the application of a gateway and its pools."""
+def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Any:
+    """Make Ray Serve's application of a gateway and its pools."""
+    from serve_app.ray_serve.carrier_replica import CarrierReplica
+    from serve_app.ray_serve.replica import bind_pool
+
     log, state = options.decision_log, options.state
     options = options.model_copy(
         update={
@@ -461,8 +491,10 @@ def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
 
 def _deployed(
     kind: type[Any], name: str, num_replicas: int, cluster: Cluster, options: GatewayOptions
-) -> Deployment:
+) -> Any:
     """Say how Serve keeps the replicas of one kind."""
+    from ray import serve
+
     deploy = serve.deployment(
         name=name,
         num_replicas=num_replicas,
@@ -477,11 +509,10 @@ def _deployed(
             "label_selector": dict(cluster.gateway.node_labels),
         },
     )
-    deployment: Deployment = deploy(kind)
-    return deployment
+    return deploy(kind)
 
 
-def build_gateway(options: GatewayOptions) -> Application:
+def build_gateway(options: GatewayOptions) -> Any:
     """Find and bind: what `serve run serve_app.app:build_gateway cluster=...` names.
 
     Raises:

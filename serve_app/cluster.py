@@ -475,6 +475,11 @@ class Cluster(FrozenModel):
         """Pools that run already."""
         return tuple(pool for pool in self.pools if isinstance(pool, ExternalPool))
 
+    @property
+    def needs_ray(self) -> bool:
+        """Whether something of it runs on Ray: pools of ours, or several processes that carry."""
+        return bool(self.own_pools or self.templates) or self.gateway.carriers > 1
+
 
 def load_cluster(name: str) -> Cluster:
     """Read a shipped cluster by name, or a YAML file by path.

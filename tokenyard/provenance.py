@@ -11,11 +11,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
-from rich.table import Table
 from tyro.constructors import PrimitiveConstructorSpec
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _PACKAGES = ("tokenyard", "numpy", "numba", "ray", "torch", "gymnasium", "mlflow")
 
@@ -128,6 +129,8 @@ def report(
         seed: Of the results.
         width: Columns where stdout is no terminal.
     """
+    from rich.console import Console
+
     Console(width=None if sys.stdout.isatty() else width, highlight=False).print(table)
     if json_path is not None:
         write_result(json_path, command_line(), seed, rows)

@@ -5,12 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol
-
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import RunningReplica
+from typing import TYPE_CHECKING, Any, Protocol
 
 from serve_app.cluster import Cluster, Pool
 from serve_app.gateway.clocks import RemoteClocks
@@ -37,7 +32,10 @@ from serve_app.gateway.replicas import EngineStatus, ReplicaTable
 from serve_app.gateway.sse import PEEK_BYTES, ErrorEvent, error_in, peek_whole
 from serve_app.gateway.upstream import Connection, Origin
 from serve_app.ray_serve.router_registry import ROUTERS
-from serve_app.router import profile_of, status_of
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+    from ray.serve.request_router import RunningReplica
 
 
 class Backend(Protocol):
@@ -171,6 +169,8 @@ class ServeBackend:
     def _look_at(
         self, replica_id: str, replica: RunningReplica, table: ReplicaTable, now_s: float
     ) -> None:
+        from serve_app.router import profile_of, status_of
+
         profile, told = profile_of(replica), replica.replica_metadata
         if profile is None:
             return
@@ -208,6 +208,9 @@ class ServeBackend:
 
     async def limit_batch(self, replica_id: str, max_batch: int) -> None:
         """Let a replica run so many sequences at once; it publishes when it does."""
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
         try:
             async with asyncio.timeout(_LIMIT_S):
                 await self._limit.remote(max_batch, replica_id=replica_id)

@@ -226,16 +226,17 @@ class Gateway:
             )  # fmt: skip
         return answer
 
-    async def drain(self) -> int:
+    async def drain(self, within_s: float | None = None) -> int:
         """Let nothing more in; return once all is answered, or the time for it is over.
 
-        What is not answered by then ends with an error: of a stream, with an event that says so.
+        That is `limits.drain_s`, if none is given. What is not answered by then ends with an error:
+        of a stream, with an event that says so.
 
         Returns:
             How many requests were cut off.
         """
         self.draining = True
-        await self._answered(self.cluster.limits.drain_s)
+        await self._answered(self.cluster.limits.drain_s if within_s is None else within_s)
         cut = self.in_flight
         self._ends_s = asyncio.get_running_loop().time()
         for wait in self._waits:

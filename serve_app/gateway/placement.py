@@ -5,12 +5,14 @@ No two requests are placed on the same state: what one has reserved the next one
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -27,7 +29,6 @@ from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
 from serve_app.policy.experiment import Arm
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT, Choice
-from serve_app.router import RayDefault
 from tokenyard.routing.observation import WAIT_S
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.sent_queues import SentQueues
@@ -168,7 +169,7 @@ class Placement:
         """By replica, and model or route."""
         self._listed: dict[tuple[str, str | bytes], tuple[str, frozenset[str] | None]] = {}
         """Name of a model that a replica did not know, and the names that it listed then."""
-        self._ray: RayDefault | None = None
+        self._ray: Any = None  # `serve_app.router.RayDefault`, once it was asked.
         self._sent = SentQueues()
         """What may wait at each replica, while somebody who decides looks at it."""
         self.realtime = RealtimePriority()
@@ -527,9 +528,12 @@ class Placement:
     async def _ask_ray(self, tried: set[str]) -> str | None:
         """Let Ray's router choose, among those that have not failed so far."""
         if self._ray is None:
-            self._ray = RayDefault()
+            # Only this policy needs Ray, which takes seconds to import.
+            router = await asyncio.to_thread(import_module, "serve_app.router")
+            self._ray = self._ray or router.RayDefault()
         every = [one for backend in self._backends.values() for one in backend.ray_replicas()]
         self._ray.update(every)
         if len(every) <= len(tried):
             return None
-        return await self._ray.choose()
+        chosen: str = await self._ray.choose()
+        return chosen

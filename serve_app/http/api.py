@@ -9,7 +9,6 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve_app import regions
 from serve_app.gateway.gateway import Gateway
 from serve_app.http import admin, decide, errors, openai, pools
 from serve_app.http.auth import Access
@@ -87,6 +86,9 @@ def _routers(gateway: Gateway, access: Access, lifecycle: Lifecycle) -> list[API
         pools.make_router(gateway, access),
     ]
     if decide_only:
+        # scipy is large, and only regions need it.
+        from serve_app import regions
+
         decider = regions.RegionDecider.shipped(registry=gateway.metrics.registry)
         return [*routers, regions.make_router(decider, access)]
     return [openai.make_router(gateway, access), *routers]

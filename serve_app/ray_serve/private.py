@@ -7,8 +7,12 @@ test_engine_placement.py.
 
 from __future__ import annotations
 
+import grpc
 import ray
 from ray import serve
+from ray._private import services
+from ray._private.grpc_utils import init_grpc_channel
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 from ray.experimental import internal_kv
 from ray.serve import Application
 from ray.serve._private.common import (
@@ -28,6 +32,7 @@ __all__ = [
     "PowerOfTwoChoicesRequestRouter",
     "ReplicaID",
     "RequestMetadata",
+    "check_alive",
     "choose_replica",
     "get_value",
     "put_value",
@@ -58,6 +63,23 @@ def check_version(version: str) -> None:
 
 
 check_version(ray.__version__)
+
+
+def check_alive(address: str, within_s: float) -> None:
+    """Find out whether a Ray is at an address; to use it takes many minutes where there is none.
+
+    Raises:
+        ValueError: There is none, it refuses, or that is no address.
+    """
+    if address.startswith("ray://"):
+        return  # Its client says soon that there is none.
+    with init_grpc_channel(services.canonicalize_bootstrap_address(address)) as channel:
+        ask = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).CheckAlive
+        try:
+            ask(gcs_service_pb2.CheckAliveRequest(), timeout=within_s, wait_for_ready=True)
+        except grpc.RpcError as error:
+            why = error.details()
+            raise ValueError(f"no Ray at {address} within {within_s:g} s: {why}") from None
 
 
 async def choose_replica(

@@ -8,9 +8,11 @@ finds what was compiled from these sources or nothing. `python -m tokenyard.comp
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -124,5 +126,10 @@ def _used_at(folder: Path) -> float:
     return folder.stat().st_mtime if folder.exists() else 0.0
 
 
+# numba would load scipy's linear algebra, 15 MB, for `np.cov`, which nothing here compiles.
+if "scipy.linalg" not in sys.modules:
+    sys.modules["scipy.linalg"] = None  # type: ignore[assignment]
+    importlib.import_module("numba.np.arraymath")
+    del sys.modules["scipy.linalg"]
 _config: Any = numba.config
 _config.CACHE_DIR = str(cache_folder(_config.CACHE_DIR, source_key()))

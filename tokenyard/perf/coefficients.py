@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
 from tokenyard.perf.iteration import iteration_s
 from tokenyard.perf.replica import MAX_SEQUENCES, Replica
@@ -116,6 +115,9 @@ def fit_linear(batches: FloatArray, time_s: FloatArray) -> LinearCoefficients:
         time_s: Time of each, seconds, positive, shape (num_batches,).
     """
     design = np.vstack([np.ones_like(time_s), batches]).T / time_s[:, None]
+    # Whoever serves fits nothing, and scipy is large.
+    from scipy.optimize import nnls
+
     # nnls stops by an absolute tolerance: columns of one size, or it ends early.
     scale = np.linalg.norm(design, axis=0)
     scale[scale == 0] = 1

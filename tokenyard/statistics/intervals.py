@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
 
 from tokenyard.types import FloatArray, IntArray
 
@@ -48,6 +47,8 @@ def t_interval(values: Sequence[float] | FloatArray) -> Interval:
     mean = float(array.mean()) if len(array) else math.nan
     if len(array) < MIN_STREAMS:
         return Interval(mean, math.nan, math.nan)
+    from scipy import stats
+
     quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(array) - 1))
     half = quantile * float(array.std(ddof=1)) / math.sqrt(len(array))
     return Interval(mean, mean - half, mean + half)
@@ -63,6 +64,8 @@ def paired_p_value(differences: FloatArray) -> float:
         return math.nan
     if np.ptp(differences) <= _ROUNDING * np.abs(differences).max():
         return 0.0 if differences.any() else 1.0
+    from scipy import stats
+
     return float(stats.ttest_1samp(differences, 0.0).pvalue)
 
 

@@ -1,4 +1,4 @@
-"""The server as people meet it: Ray Serve over real HTTP, and pipelines/deploy.py."""
+"""The server as people meet it: pipelines/deploy.py over real HTTP, with a Ray and without."""
 
 import json
 import os
@@ -19,13 +19,16 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from ray import serve
 from scripts import refusal
+from unit.openai_endpoint import an_openai_endpoint
+from unit.serve.test_keys import ENTRIES, bearer, write
 from unit.serve.test_serve_regions import a_body as regions_body
+from unit.serve.test_tls import make, trusting
 from unit.serve_builders import a_body, a_snapshot
+from unit.tiny_tokenizer import save_tiny_tokenizer
 
 from pipelines import deploy
-from serve_app.app import APP_NAME, GatewayOptions, build_gateway
+from serve_app.app import APP_NAME, GATEWAY
 from serve_app.http.free_port import free_port
 from tokenyard.routing.artifact import rule_for
 from tokenyard.routing.policies import PolicyContext, make_policy
@@ -55,19 +58,15 @@ def read(file):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, ray_cluster):
-    """The champion, which is a rule, behind Ray Serve, with its decision log: (url, log)."""
+def server(tmp_path_factory):
+    """The champion, which is a rule, with its decision log: (url, log)."""
     port = free_port()
     log = tmp_path_factory.mktemp("serve") / "log"
-    try:
-        serve.start(proxy_location="Disabled")
-        options = GatewayOptions(cluster="none", decision_log=log, port=port)
-        serve.run(build_gateway(options), name=APP_NAME)
+    with deployed("--port", port, "--decision-log", log):
         yield f"http://127.0.0.1:{port}", log
-    finally:
-        serve.shutdown()
 
 
+@pytest.mark.integration
 def test_the_rule_of_a_scenario_answers_over_http_as_it_decides_in_evaluation(server):
     url, log = server
     body = a_body(predicted_total_tokens=2500.0, arrival_s=3.0)
@@ -81,6 +80,7 @@ def test_the_rule_of_a_scenario_answers_over_http_as_it_decides_in_evaluation(se
     assert rows_in(log, 1)[answer["decision_id"]]["propensity"] == 1.0
 
 
+@pytest.mark.integration
 def test_a_refusal_is_one_sentence_over_http_too(server):
     url, _ = server
     bad = a_body([a_snapshot(tokens_per_s=-1.0)])
@@ -91,6 +91,7 @@ def test_a_refusal_is_one_sentence_over_http_too(server):
     assert huge.status_code == 413
 
 
+@pytest.mark.integration
 def test_regions_are_decided_over_http_and_what_is_stale_falls_back_and_is_counted(server):
     url, _ = server
     answer = httpx.post(f"{url}/v1/regions", json=regions_body(), timeout=10).json()
@@ -106,6 +107,7 @@ def test_regions_are_decided_over_http_and_what_is_stale_falls_back_and_is_count
     assert "tokenyard_region_fallbacks_total" in httpx.get(f"{url}/metrics", timeout=10).text
 
 
+@pytest.mark.integration
 def test_concurrent_callers_each_get_their_answer_and_their_row(server):
     url, log = server
     before = httpx.get(f"{url}/v1/policy", timeout=10).json()
@@ -124,10 +126,10 @@ def test_concurrent_callers_each_get_their_answer_and_their_row(server):
 
 
 @contextmanager
-def deployed(*args, cluster="none", ends=True):
+def deployed(*args, cluster="none", ends=True, start=(DEPLOY,), **options):
     """Run deploy.py until it serves; yield its line and it; press Ctrl-C, and see a clean end."""
-    command = [sys.executable, DEPLOY, "--cluster", str(cluster), *map(str, args)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, *start, "--cluster", str(cluster), *map(str, args)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
     watchdog = threading.Timer(120, process.kill)
     watchdog.start()
     try:
@@ -171,18 +173,160 @@ def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_pat
         socket.create_connection(("127.0.0.1", port), timeout=1)
 
 
+def a_cluster_file(folder, *pools, **fields):
+    file = folder / "cluster.yaml"
+    known = {"name": "front", "description": "d", "served_model": "m", "pools": list(pools)}
+    file.write_text(yaml.safe_dump(known | fields))
+    return file
+
+
+def endpoints_at(*urls):
+    return {
+        "name": "theirs", "kind": "external", "model": "m", "profile": PROFILE,
+        "endpoints": [{"url": url} for url in urls],
+    }  # fmt: skip
+
+
+def ask(port, **options):
+    body = {"model": "m", "prompt": "a", "max_tokens": 2}
+    scheme = "https" if "verify" in options else "http"
+    return httpx.post(f"{scheme}://127.0.0.1:{port}/v1/completions", json=body, **options)
+
+
+TELLS_WHAT_IT_IMPORTED = """
+import sys
+import tyro
+from pipelines import deploy
+deploy.main(tyro.cli(deploy.Args))
+large = ("ray", "torch", "mlflow", "pandas", "pyarrow", "matplotlib", "scipy.linalg", "scipy.stats")
+print(*(name for name in large if name in sys.modules))
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.smoke
+def test_a_gateway_before_endpoints_is_one_process_and_imports_no_ray(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    port = free_port()
+    with an_openai_endpoint("m") as (one, url), an_openai_endpoint("m") as (other, other_url):
+        cluster = a_cluster_file(tmp_path, endpoints_at(url, other_url))
+        start, row = ("-c", TELLS_WHAT_IT_IMPORTED), tmp_path / "row.json"
+        with deployed("--port", port, "--json", row, cluster=cluster, start=start) as (line, it):
+            assert line.startswith("serving champion")
+            assert ask(port, timeout=30).json()["choices"][0]["text"] == "word word "
+            assert len(one.asked) + len(other.asked) == 1
+            assert psutil.Process(it.pid).children(recursive=True) == []
+            it.send_signal(signal.SIGTERM)
+            assert it.stdout.read().split() == []
+            assert json.loads(row.read_text())["rows"][0]["url"] == f"http://127.0.0.1:{port}"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=1)
+
+
+@pytest.mark.integration
+def test_rays_own_router_decides_in_a_process_without_a_cluster_of_ray(tmp_path):
+    port = free_port()
+    with an_openai_endpoint("m") as (_, url), an_openai_endpoint("m") as (_, other_url):
+        cluster = a_cluster_file(tmp_path, endpoints_at(url, other_url))
+        with deployed("--port", port, "--policy", "ray_default", cluster=cluster):
+            with ThreadPoolExecutor(4) as pool:
+                answers = list(pool.map(lambda _: ask(port, timeout=60), range(8)))
+            assert {one.status_code for one in answers} == {200}
+            policy = httpx.get(f"http://127.0.0.1:{port}/v1/policy", timeout=30).json()
+            assert policy["active"] == "ray_default"
+            assert (policy["num_decisions"], policy["num_fallbacks"]) == (8, 0)
+
+
+@pytest.mark.integration
+def test_keys_tls_and_what_was_used_outlive_a_process_without_ray(tmp_path):
+    port, limits = free_port(), {"requests_per_day": 3}
+    write(tmp_path / "keys.yaml", [ENTRIES[0] | {"limits": limits}, ENTRIES[2]])
+    files = make(tmp_path, 1)
+    gateway = {
+        "keys": str(tmp_path / "keys.yaml"), "audit_log": str(tmp_path / "audit.jsonl"),
+        "tls": files.model_dump(mode="json"),
+    }  # fmt: skip
+    ann = {"headers": bearer("sk-ann"), "verify": trusting(files), "timeout": 30}
+    ops = ann | {"headers": bearer("sk-ops")}
+    with an_openai_endpoint("m") as (_, url):
+        cluster = a_cluster_file(tmp_path, endpoints_at(url), gateway=gateway)
+        given = ("--port", port, "--decision-log", tmp_path / "log")
+        with deployed(*given, cluster=cluster):
+            assert [ask(port, **ann).status_code for _ in range(2)] == [200, 200]
+            assert ask(port, **ann | {"headers": {}}).status_code == 401
+            change = {"policy": "round_robin"}
+            changed = httpx.post(f"https://127.0.0.1:{port}/v1/policy", json=change, **ops)
+            assert changed.status_code == 200
+        with deployed(*given, cluster=cluster):
+            assert [ask(port, **ann).status_code for _ in range(2)] == [200, 429]
+            active = httpx.get(f"https://127.0.0.1:{port}/v1/policy", **ops).json()["active"]
+            assert active == "round_robin"
+    assert "ops at 127.0.0.1" in (tmp_path / "audit.jsonl").read_text()
+    assert len(rows_in(tmp_path / "log", 3)) == 3
+
+
 def offspring(process, name):
     """Processes that deploy.py has started, directly or not."""
     children = psutil.Process(process.pid).children(recursive=True)
     return [one for one in children if name in " ".join(one.cmdline()[:2])]
 
 
+def a_pool_of_ours(folder):
+    """A pool that needs a Ray, and the environment in which its replicas find the engine."""
+    model = save_tiny_tokenizer(folder / "model")
+    config = {"model": model, "device": "cpu", "rank_cpus": 0.1, "max_model_tokens": 18_000}
+    path = [str(TESTS / "integration"), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    return {
+        "name": "ours", "engine": "tiny_engine:TinyEngine", "config": config, "replica_cpus": 0.1,
+        "profile": PROFILE, "kind": "own",
+    }, os.environ | {"PYTHONPATH": os.pathsep.join(path)}  # fmt: skip
+
+
 @pytest.mark.integration
-def test_a_gateway_that_is_killed_is_back_and_without_its_ray_deploy_ends_with_an_error():
+def test_a_local_ray_ends_with_its_gateway_at_once_at_a_second_signal(tmp_path):
+    port, errors = free_port(), tmp_path / "stderr"
+    pool, env = a_pool_of_ours(tmp_path)
+    limits = {"drain_s": 120, "max_output_tokens": 16_000}
+    with errors.open("w") as stderr:
+        cluster = a_cluster_file(tmp_path, pool, limits=limits)
+        options = {"cluster": cluster, "env": env, "stderr": stderr, "ends": False}
+        with deployed("--port", port, **options) as (_, process):
+            started = offspring(process, "")
+            cut_short(process, port, max_tokens=16_000, ignore_eos=True)
+            assert process.wait() == 0
+    wait_until(lambda: not any(is_there(one) for one in started))
+    assert "1 answers are cut" in errors.read_text()
+    for noise in ("_ask_to_drain", "retries remaining", "ray.kill", "Traceback", "not drained"):
+        assert noise not in errors.read_text()
+
+
+def cut_short(process, port, **fields):
+    """Begin a stream, and press Ctrl-C twice."""
+    body = {"model": "m", "prompt": "abc", "stream": True} | fields
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: health(port) == "draining")
+        process.send_signal(signal.SIGINT)
+        assert "the gateway ended before the answer did" in "".join(lines)
+
+
+def is_there(process):
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@pytest.mark.integration
+def test_a_gateway_that_is_killed_is_back_and_without_its_ray_deploy_ends_with_an_error(tmp_path):
     port = free_port()
-    command = [sys.executable, DEPLOY, *DECIDE_ONLY, "--port", str(port)]
+    pool, env = a_pool_of_ours(tmp_path)
+    cluster = a_cluster_file(tmp_path, pool)
+    command = [sys.executable, DEPLOY, "--cluster", str(cluster), "--port", str(port)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     ) as process:
         watchdog, left = threading.Timer(180, process.kill), []
         watchdog.start()
@@ -190,7 +334,7 @@ def test_a_gateway_that_is_killed_is_back_and_without_its_ray_deploy_ends_with_a
             assert process.stdout.readline().startswith("serving")
             left = offspring(process, "")
             assert not offspring(process, "ProxyActor")
-            (gateway,) = offspring(process, "ray::ServeReplica")
+            (gateway,) = offspring(process, f"ray::ServeReplica:{APP_NAME}:{GATEWAY}")
             gateway.kill()
             wait_until(lambda: not gateway.is_running())
             wait_until(lambda: answers(port), 30.0)
@@ -249,14 +393,9 @@ asyncio.run(main())
 
 @pytest.mark.integration
 def test_sigterm_cuts_no_stream_and_lets_nothing_in_meanwhile(tmp_path):
-    num, port, file = 40, free_port(), tmp_path / "front.yaml"
+    num, port = 40, free_port()
     with a_slow_endpoint(num, 0.25) as endpoint:
-        pool = {
-            "name": "theirs", "kind": "external", "model": "m", "profile": PROFILE,
-            "endpoints": [{"url": endpoint}],
-        }  # fmt: skip
-        fields = {"name": "front", "description": "d", "served_model": "m", "pools": [pool]}
-        file.write_text(yaml.safe_dump(fields | {"limits": {"drain_s": 120}}))
+        file = a_cluster_file(tmp_path, endpoints_at(endpoint), limits={"drain_s": 120})
         body = {"model": "m", "prompt": "a", "stream": True, "max_tokens": num}
         lines = []
 
@@ -279,6 +418,18 @@ def test_sigterm_cuts_no_stream_and_lets_nothing_in_meanwhile(tmp_path):
             assert process.wait() == 0
         assert lines.count("data: [DONE]") == 8
         assert sum('"text": "a"' in line for line in lines) == 8 * num
+
+
+@pytest.mark.integration
+def test_a_second_signal_cuts_what_is_not_answered_and_says_so(tmp_path):
+    port, errors = free_port(), tmp_path / "stderr"
+    with a_slow_endpoint(1000, 0.25) as endpoint, errors.open("w") as stderr:
+        file = a_cluster_file(tmp_path, endpoints_at(endpoint), limits={"drain_s": 120})
+        options = {"cluster": file, "ends": False, "stderr": stderr}
+        with deployed("--port", port, **options) as (_, process):
+            cut_short(process, port, max_tokens=1000)
+            assert process.wait() == 0
+    assert "1 answers are cut" in errors.read_text()
 
 
 def shown(port):
