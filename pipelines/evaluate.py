@@ -43,7 +43,7 @@ from tokenyard.problem import A, Candidate, D, Problem, R, Row, S, StreamOptions
 from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.registry import mlflow_lookup
 from tokenyard.routing.policy_file import PolicyFileError
-from tokenyard.workload.readers import TraceOptions
+from tokenyard.workload.paths import TraceOptions
 
 BEST = "best"
 MOST_LOAD = 2.0

@@ -30,7 +30,8 @@ from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.workload.comparison import describe
 from tokenyard.workload.fit import fit_mmpp, fit_own, fit_workload
 from tokenyard.workload.model import WorkloadModel, load_model, poisson_arrivals
-from tokenyard.workload.readers import TraceOptions, find_trace, read_trace
+from tokenyard.workload.paths import TraceOptions
+from tokenyard.workload.readers import find_trace, read_trace
 from tokenyard.workload.trace import Trace
 
 MODELS = Path(tokenyard.workload.__file__).parent / "models"

@@ -24,7 +24,7 @@ from tokenyard.routing.scenario import load_scenario
 from tokenyard.statistics.intervals import t_interval
 from tokenyard.types import FloatArray
 from tokenyard.workload.model import load_model, poisson_arrivals
-from tokenyard.workload.readers import TraceOptions
+from tokenyard.workload.paths import TraceOptions
 from tokenyard.workload.trace import Trace
 
 WORDS = (

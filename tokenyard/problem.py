@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from tokenyard.artifact import RegistryLookup
 from tokenyard.statistics.intervals import Samples
-from tokenyard.workload.readers import TraceOptions
+from tokenyard.workload.paths import TraceOptions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

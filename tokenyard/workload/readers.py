@@ -21,9 +21,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TextIO, cast
 
@@ -31,13 +29,11 @@ import numpy as np
 import pandas as pd
 
 from tokenyard.types import FloatArray, IntArray
-from tokenyard.workload.paths import TRACE_FILES, find_trace
+from tokenyard.workload.paths import TRACE_FILES, OnBadRow, TimeUnit, find_trace
 from tokenyard.workload.trace import MOST_TOKENS, Trace
 
-__all__ = ["TRACE_FILES", "TraceError", "TraceOptions", "find_trace", "read_trace"]
+__all__ = ["TRACE_FILES", "TraceError", "find_trace", "read_trace"]
 
-TimeUnit = Literal["s", "ms", "us", "ns"]
-OnBadRow = Literal["raise", "skip"]
 _PER_SECOND: dict[TimeUnit, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 _ENCODING = "utf-8-sig"  # the byte order mark that spreadsheets write is not part of a column name
 _YEARS = 1900, 2100
@@ -120,34 +116,6 @@ class _Times(NamedTuple):
     origin: datetime | None
     unit: str
     """In words."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TraceOptions:
-    """How a trace is read: options of all commands that take one."""
-
-    time_unit: TimeUnit | None = None
-    """Unit of the trace's times where they are numbers; None: found out."""
-    block_tokens: int | None = None
-    """Tokens of the prompt that one of the trace's hash ids stands for; None: its layout's."""
-    on_bad_row: OnBadRow = "raise"
-    """Whether a malformed row of the trace stops the run, or is left out and counted, up to 1 %."""
-
-    def read(self, trace: Path | str) -> tuple[Trace, int]:
-        """Read a file, or the published trace of that name; say on stderr what was recognised.
-
-        Returns:
-            The trace, and how many bad rows were left out.
-
-        Raises:
-            ValueError: There is no such file.
-            TraceError: As of `read_trace`.
-        """
-        path = find_trace(str(trace)) if str(trace) in TRACE_FILES else Path(trace)
-        if path is None or not path.is_file():
-            raise ValueError(f"trace {trace} is not there")
-        tell = partial(print, file=sys.stderr)
-        return read_trace(path, self.on_bad_row, self.time_unit, self.block_tokens, tell)
 
 
 def read_trace(
