@@ -122,7 +122,7 @@ class _EngineForwarder(Forwarder):
             patience.wait_again()
         if held.startswith(_ERROR):
             raise error_in(bytes(held))
-        num_tokens, reason = peek_whole(bytes(held[-PEEK_BYTES:]))
+        num_tokens, reason, _ = peek_whole(bytes(held[-PEEK_BYTES:]))
         attempt.take(num_tokens, reason)
         await hand_on_held(connection, attempt, bytes(held))
 

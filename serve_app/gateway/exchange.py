@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -52,7 +52,7 @@ class InferenceRequest:
     for_engines: bool = False
     """Whether engines of ours understand it; `token_ids` are then what they are given."""
     hashed: Prompt | None = None
-    """The prompt with the names of its blocks, where they are known already."""
+    """The prompt, where more is known of it than `token_ids`."""
     model: str | None = None
     """Name of the model that is asked for; None: the cluster's."""
     tenant: str = ""
@@ -63,6 +63,8 @@ class InferenceRequest:
     """Header lines by which the caller names its trace; empty: it does not, or nobody traces."""
     span: RequestSpan | None = None
     """What is told of it to whoever traces; None: nobody does."""
+    learn: Callable[[int], None] | None = None
+    """Is told how many tokens the prompt had; None: that was known."""
 
     @property
     def prompt(self) -> Prompt:

@@ -23,7 +23,13 @@ from serve_app.gateway.generation import (
     RequestRejected,
 )
 from serve_app.gateway.replicas import EngineStatus
-from serve_app.gateway.sse import ErrorEvent, EventPeek, last_part, peek_whole
+from serve_app.gateway.sse import (
+    ErrorEvent,
+    EventPeek,
+    last_part,
+    peek_whole,
+    prompt_tokens_of,
+)
 from serve_app.gateway.upstream import (
     ConnectFailed,
     Connection,
@@ -193,7 +199,9 @@ class Forwarder:
                     await downstream.begin(connection.status, _handed_back(connection))
                     await downstream.write(bytes(held))
             patience.wait_again()
-        num_tokens, reason = peek_whole(tail)
+        num_tokens, reason, usage = peek_whole(tail)
+        if attempt.request.learn is not None:
+            attempt.request.learn(prompt_tokens_of(usage))
         attempt.take(num_tokens, reason, is_whole=True)
         if not downstream.begun:
             await hand_on_held(connection, attempt, bytes(held))
@@ -268,6 +276,8 @@ async def _hand_on_events(
     if not (peek.has_ended or (peek.num_tokens and not is_cut)):
         raise UpstreamError("ended its answer without a reason")
     attempt.take(peek.num_tokens, None if peek.has_failed else peek.finish_reason or "stop")
+    if attempt.request.learn is not None:
+        attempt.request.learn(prompt_tokens_of(peek.usage))
     if not downstream.begun:
         await downstream.begin(connection.status, _handed_back(connection))
         rest = bytes(held) + rest

@@ -162,7 +162,7 @@ class Holding:
         waiting = [
             {
                 "request_id": one.asked.request_id, "waited_s": now_s - one.since_s,
-                "tenant": one.asked.tenant, "prompt_tokens": len(one.asked.prompt.token_ids),
+                "tenant": one.asked.tenant, "prompt_tokens": one.asked.prompt.num_tokens,
                 "replicas_that_failed": len(one.asked.tried),
                 "pools": self._placement.fitting(one.asked), **order_fields(one.asked.order_key),
             }

@@ -497,7 +497,7 @@ class Placement:
 
     def _request(self, asked: Placeable, predicted: Callable[[int], float]) -> Request:
         """The request as a policy sees it."""
-        context = len(asked.prompt.token_ids)
+        context = asked.prompt.num_tokens
         total = max(min(predicted(context), asked.needed_tokens), context + 1)
         # Always a float: compiled policies are compiled anew for other types.
         share = asked.tenant_share

@@ -200,15 +200,22 @@ class Prompt:
     """A prompt, and the names of its whole blocks: hashed once per size of block."""
 
     def __init__(
-        self, token_ids: Sequence[int], blocks: Mapping[int, IntArray] | None = None
+        self,
+        token_ids: Sequence[int],
+        blocks: Mapping[int, IntArray] | None = None,
+        num_tokens: int | None = None,
     ) -> None:
         """Hash nothing yet.
 
         Args:
-            token_ids: Of the prompt.
+            token_ids: Of the prompt, or of pieces of it by which its blocks are named.
             blocks: Names of its blocks that are known already, by the size of a block, tokens.
+            num_tokens: Length of the prompt; None: that of `token_ids`.
         """
         self.token_ids = token_ids
+        self.num_tokens = len(token_ids) if num_tokens is None else num_tokens
+        self.scale = self.num_tokens / max(len(token_ids), 1)
+        """Tokens of the prompt per one of `token_ids`."""
         self._blocks: dict[int, IntArray] = {0: _NO_BLOCKS, **(blocks or {})}
 
     def blocks(self, block_tokens: int) -> IntArray:
@@ -306,7 +313,7 @@ class ReplicaState:
             return 0
         most = (len(prompt.token_ids) - 1) // self.block_tokens
         blocks = prompt.blocks(self.block_tokens)[:most]
-        return self._prefixes.match_row(blocks, self.row) * self.block_tokens
+        return int(self._prefixes.match_row(blocks, self.row) * self.block_tokens * prompt.scale)
 
     def send(
         self,
@@ -317,9 +324,9 @@ class ReplicaState:
         now_s: float,
     ) -> None:
         """Note a request that is on its way."""
-        length, blocks = len(prompt.token_ids), prompt.blocks(self.block_tokens)
+        rest, blocks = float(prompt.num_tokens - match_tokens), prompt.blocks(self.block_tokens)
         self.in_flight.send(
-            request_id, float(length - match_tokens), predicted_output_tokens, now_s, length, blocks
+            request_id, rest, predicted_output_tokens, now_s, len(prompt.token_ids), blocks
         )
         self.last_sent_s = now_s
         self._row[columns.LAST_SENT_S] = now_s
@@ -334,7 +341,7 @@ class ReplicaState:
             names.update(blocks.tolist())
             # What is in no whole block is the request's own.
             own_rest += math.ceil((length - len(blocks) * size) / block_tokens)
-        return own_rest + math.ceil(len(names) * size / block_tokens)
+        return math.ceil((own_rest + math.ceil(len(names) * size / block_tokens)) * prompt.scale)
 
 
 class ReplicaTable:
@@ -455,6 +462,8 @@ class ReplicaTable:
             # The last token is always computed.
             most = (len(prompt.token_ids) - 1) // block_tokens
             prefixes.match(prompt.blocks(block_tokens)[:most], block_tokens, matches)
+        if prompt.scale != 1.0 and any(self._prefixes):
+            matches[:] = matches * prompt.scale
         return matches
 
     def _candidates(self, rows: IntArray) -> Candidates:

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from serve_app.engines.base import FinishReason
 
 _MAX_EVENT_BYTES = 16 << 20
 _MOST_TOKENS = 10**9
-_USED = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})\b')
+_USED = re.compile(
+    rb'"((?:completion|output|prompt|(?:cache_(?:read|creation)_)?input)_tokens)"\s*:\s*(\d{1,9})\b'
+)
+_INPUTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+"""Anthropic's usage leaves out of the first what a cache held, or was given."""
 _CUT = re.compile(rb'"finish_reason"\s*:\s*"length"|"status"\s*:\s*"incomplete"')
 PEEK_BYTES = 64 << 10
 """Of the end of an answer that came at once, where it says how long it is."""
@@ -66,6 +71,8 @@ class EventPeek:
     def __init__(self) -> None:
         """Expect the first event."""
         self.num_tokens = 0
+        self.usage: dict[str, Any] = {}
+        """What the answer has told of its tokens."""
         self.finish_reason: FinishReason | None = None
         self.has_failed = False
         """Whether the answer has ended, and said itself that it is no whole one."""
@@ -221,7 +228,11 @@ class EventPeek:
         elif kind in _ENDS:
             self._is_done, self.has_failed = True, _ENDS[kind] is None
             self.finish_reason = self.finish_reason or _ENDS[kind]
-        usage = (event.get("response") or event).get("usage") or {}
+        answer = event.get("response") or event
+        usage = answer.get("usage") or {}
+        if kind == "message_start":
+            self.usage.update(event["message"].get("usage") or {})
+        self.usage.update(usage)
         used = usage.get("completion_tokens")
         used = usage.get("output_tokens") if used is None else used
         if used is None:
@@ -254,15 +265,23 @@ def _may_matter(lines: bytes) -> bool:
     )
 
 
-def peek_whole(body: bytes) -> tuple[int, FinishReason]:
-    """Return the tokens that an answer which came at once says it has, and how it ended.
+def peek_whole(body: bytes) -> tuple[int, FinishReason, dict[str, int]]:
+    """Return the tokens of an answer that came at once, how it ended, and all that it tells.
 
     Args:
         body: Of a long one, its last part. 0 tokens: it does not say.
     """
-    used = _USED.findall(body)
+    found = _USED.findall(body, max(body.rfind(b'"usage"'), 0))
+    usage = {name.decode(): int(number) for name, number in found}
     reason: FinishReason = "length" if _CUT.search(body) else "stop"
-    return int(used[-1]) if used else 0, reason
+    return usage.get("completion_tokens", usage.get("output_tokens", 0)), reason, usage
+
+
+def prompt_tokens_of(usage: Mapping[str, Any]) -> int:
+    """Tokens of the prompt; 0: it does not say."""
+    if type(told := usage.get("prompt_tokens")) is int:
+        return told
+    return sum([told for name in _INPUTS if type(told := usage.get(name)) is int])
 
 
 def last_part(tail: bytes, piece: bytes) -> bytes:

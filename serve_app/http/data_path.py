@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from functools import partial
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serve_app.cluster import SloClass
+from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.tokenizer import EstimatedTokens, EstimatingTokenizer, Tokenizer
 from serve_app.gateway.callers import Caller
 from serve_app.gateway.exchange import Call, InferenceRequest, RequestServer
 from serve_app.gateway.gateway import Refused, Unserved
 from serve_app.gateway.generation import RequestRejected, new_id
+from serve_app.gateway.replicas import Prompt
 from serve_app.gateway.tracing import HEADERS as TRACE
 from serve_app.http.answering import answer
 from serve_app.http.auth import caller_of
 from serve_app.http.connection import connection_of
 from serve_app.http.generation_reader import Generation, GenerationReader
+from serve_app.http.image_tokens import Formula, formula_of
 from serve_app.http.peek import Peek, peek
+from serve_app.http.prompt_size import PromptSize, PromptTokens
 from serve_app.http.reasons import BadRequest
 from serve_app.http.tenants import tenant_of
 from serve_app.models import ModelCatalog, ServedModel
@@ -61,6 +65,7 @@ class DataPath:
             tokenizers = dict.fromkeys(models, tokenizers)
         estimate = EstimatingTokenizer()
         self._tokenizers = {name: tokenizers.get(name, estimate) for name in models}
+        self._prompts = {name: PromptTokens(_images_of(cluster, name)) for name in models}
         self._readers = {
             name: GenerationReader(
                 self._tokenizers[name],
@@ -111,29 +116,43 @@ class DataPath:
         self, scope: Scope, body: bytes, known: Peek, model: ServedModel
     ) -> InferenceRequest:
         generation = await self._generation(scope["path"], known, model)
+        prompt, learn = None, None
         call, caller = Call(_path(scope), _headers(scope), body, known.stream), caller_of(scope)
         if generation is None:
-            name, ids = f"req-{new_id()}", known.token_ids or self._count(known.text, model) or [0]
-            longest = known.max_tokens
+            name, longest = f"req-{new_id()}", known.max_tokens
+            ids, prompt, learn = self._measure(known, model.name)
         else:
             name = f"{'chatcmpl' if generation.is_chat else 'cmpl'}-{new_id()}"
             ids, longest = generation.token_ids, generation.sampling.max_tokens
         return InferenceRequest(
             name, ids, longest, call, generation is not None, model=model.name,
-            tenant=self._tenant(scope, caller), caller=caller,
+            tenant=self._tenant(scope, caller), caller=caller, hashed=prompt, learn=learn,
             trace=_headers(scope, TRACE) if self._gateway.is_traced else b"",
         )  # fmt: skip
 
     def _tenant(self, scope: Scope, caller: Caller) -> str:
         """Whose share of the service it is: the key's; without a file of keys the header's."""
         cluster = self._gateway.cluster
-        named = tenant_of(scope["headers"]) if cluster.gateway.keys is None else None
+        is_named = cluster.tenants and cluster.gateway.keys is None
+        named = tenant_of(scope["headers"]) if is_named else None
         return cluster.tenant_named(caller.tenant or named)
 
-    def _count(self, text: str, model: ServedModel) -> Sequence[int]:
-        tokenizer = self._tokenizers[model.name]
-        is_estimate = isinstance(tokenizer, EstimatingTokenizer)
-        return EstimatedTokens(text) if is_estimate else tokenizer.encode(text)
+    def _measure(
+        self, known: Peek, model: str
+    ) -> tuple[Sequence[int], Prompt | None, Callable[[int], None] | None]:
+        """The prompt of a body that endpoints tokenise, and who is told how long it was."""
+        if (ids := known.token_ids) is not None:
+            return ids, None, None
+        prompts, tokenizer = self._prompts[model], self._tokenizers[model]
+        size = PromptSize(known.fields, prompts.images)
+        if not isinstance(tokenizer, EstimatingTokenizer):
+            return tokenizer.encode(size.text) or [0], None, None
+        number = prompts.estimate(size.expected)
+        prompt = Prompt(EstimatedTokens(size.text), num_tokens=number)
+        # What a response goes on from is in no body.
+        is_whole = known.fields.get("previous_response_id") is None
+        learn = partial(prompts.learn, size.expected, number) if is_whole else None
+        return range(number), prompt, learn
 
     async def _generation(self, path: str, known: Peek, model: ServedModel) -> Generation | None:
         """The body as engines of ours take it; None: there are none, or they do not.
@@ -151,6 +170,12 @@ class DataPath:
                 raise
             # Endpoints may know more, and say what is wrong where they do not.
             return None
+
+
+def _images_of(cluster: Cluster, model: str) -> Formula:
+    """What counts a model's images, by the name that its endpoints know it by."""
+    pools = (one for one in cluster.external_pools if cluster.model_of(one) == model)
+    return formula_of(next((one.model for one in pools), model))
 
 
 def _find_class(gateway: RequestServer, name: str | None) -> SloClass:

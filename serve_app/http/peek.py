@@ -6,7 +6,6 @@ What is odd in it is for the endpoint to say: it may know fields and values that
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +13,8 @@ from serve_app.http.reasons import BadRequest
 
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """Fields that say how long an answer may be: chat, completions, responses."""
-_TEXTS = (
-    "messages", "prompt", "input", "instructions", "text", "content", "query", "queries",
-    "documents", "text_1", "text_2", "items",
-)  # fmt: skip
-"""Fields with what a model reads, in any of OpenAI's and vLLM's bodies."""
 _MOST_TOKENS = 10**9
 """Longest answer that is counted with: a body may ask for more than a float holds."""
-_MAX_DEPTH = 6
 
 
 # Not frozen: that takes four times as long to make, and every request makes one.
@@ -46,17 +39,9 @@ class Peek:
         return None if isinstance(given, str) else given
 
     @property
-    def text(self) -> str:
-        """All that the model reads, as far as it is text."""
-        prompt = self.fields.get("prompt")
-        if isinstance(prompt, str):
-            return prompt
-        return "\n".join(_texts(self.fields, 0))
-
-    @property
     def token_ids(self) -> list[int] | None:
         """The prompt where it is given in tokens; None: it is not."""
-        for name in ("prompt", "input"):
+        for name in ("prompt", "input", "input_ids"):
             ids = self.fields.get(name)
             if isinstance(ids, list) and ids and all(type(one) is int for one in ids):
                 return ids
@@ -99,15 +84,3 @@ def read_fields(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise BadRequest("body must be a JSON object")
     return fields
-
-
-def _texts(value: Any, depth: int) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list) and depth < _MAX_DEPTH:
-        for one in value:
-            yield from _texts(one, depth + 1)
-    elif isinstance(value, dict) and depth < _MAX_DEPTH:
-        for name in _TEXTS:
-            if name in value:
-                yield from _texts(value[name], depth + 1)

@@ -11,7 +11,7 @@ from sizes import scaled
 from serve_app.cluster import Cluster, load_cluster
 from serve_app.endpoints import MetricNames
 from serve_app.gateway.engine_metrics import read_metrics
-from serve_app.gateway.sse import ErrorEvent, EventPeek, peek_whole
+from serve_app.gateway.sse import ErrorEvent, EventPeek, peek_whole, prompt_tokens_of
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -72,13 +72,15 @@ def test_a_stream_is_counted_or_refused_wherever_it_is_cut(lines, cuts, begin):
     # Events after one that says how many there were count one each.
     assert 0 <= peek.num_tokens <= MOST_TOKENS + data.count(b"\n")
     assert peek.finish_reason in (None, "stop", "length")
+    assert type(prompt_tokens_of(peek.usage)) is int
 
 
 @settings(max_examples=scaled(500))
 @given(st.binary(max_size=100) | JSON.map(lambda one: json.dumps(one).encode()))
 def test_an_answer_that_came_at_once_is_always_counted(body):
-    num_tokens, reason = peek_whole(body)
+    num_tokens, reason, usage = peek_whole(body)
     assert num_tokens >= 0
+    assert prompt_tokens_of(usage) >= 0
     assert reason in ("stop", "length")
 
 

@@ -1,0 +1,171 @@
+"""How long the prompt of a body is, where only the endpoint that answers can count its tokens.
+
+All that becomes part of a prompt is measured by kind. What a kind is in tokens is learnt for each
+model from the `usage` of answers, so each answer corrects the estimates of later requests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from serve_app.http.image_tokens import Formula, size_of
+
+_TOOLS, _TEXT, _RESULTS, _REASONING, _CALLS, _SCHEMA = range(0, 12, 2)
+_WIDE, _COUNTED, _MESSAGES, _IS_CHAT, _HAS_TOOLS = 12, 14, 15, 16, 17
+_PRIORS = [0.23, 0.8] * 6 + [0.3, 0.2, 1.0, 4.0, 3.0, 30.0]
+"""Tokens before anything is learnt: of a letter and of a digit or mark of each kind; of a character
+that is not ASCII, and of its bytes after the first; of what has been counted; of a message's frame;
+of what templates write before a conversation, and before tools."""
+_LETTERS = bytes(one for one in range(256) if one >= 0x80 or chr(one).isalpha())
+_ASCII = bytes(range(0x80))
+_FIELDS = dict.fromkeys(("tools", "functions"), _TOOLS) | dict.fromkeys(
+    (
+        "system", "instructions", "documents", "messages", "prompt", "input", "suffix", "text",
+        "content", "query", "queries", "text_1", "text_2", "items", "input_ids",
+    ), _TEXT) | dict.fromkeys(
+    (
+        "response_format", "guided_json", "guided_regex", "guided_grammar", "guided_choice",
+        "structured_outputs", "output_format", "output_config",
+    ), _SCHEMA)  # fmt: skip
+"""Fields of bodies that are read. Templates write tools first."""
+_UNREAD = frozenset(
+    (
+        "type", "id", "call_id", "tool_call_id", "tool_use_id", "status", "role", "cache_control",
+        "data", "url", "file_data", "file_id", "media_type", "format", "detail", "signature",
+        "encrypted_content",
+    )
+)  # fmt: skip
+"""Fields of messages, and of their parts, that are no text of the prompt."""
+_KINDS = {
+    "tool_calls": _CALLS, "function_call": _CALLS, "tool_use": _CALLS, "custom_tool_call": _CALLS,
+    "reasoning": _REASONING, "reasoning_content": _REASONING, "thinking": _REASONING,
+    "tool": _RESULTS, "tool_result": _RESULTS, "function_call_output": _RESULTS,
+    "custom_tool_call_output": _RESULTS,
+}  # fmt: skip
+"""Kinds by a field of a message, by the type of a part, and by a role."""
+_SPEAKERS = ("system", "developer", "user", "assistant")
+_AS_JSON = (_CALLS, _TOOLS, _SCHEMA)
+_IMAGES = ("image_url", "input_image", "image")
+_NAME, _NAME_LENGTH = -1, 64
+"""Kind of the characters at an image's end that tell it from others, and their number."""
+_MAX_DEPTH = 10
+_NOISE, _DRIFT = 1e-3, 1e-6
+"""Variance of an answer's relative error, and what that of a weight grows by with each answer."""
+_NEAR = 0.01
+"""Relative error from which on there is something to learn."""
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+class PromptSize:
+    """What a body has of each kind that becomes part of its prompt."""
+
+    def __init__(self, fields: Mapping[str, Any], images: Formula) -> None:
+        """Measure a body, whose images are counted by a formula."""
+        self._images, self._pieces = images, list[tuple[int, str]]()
+        self._num_messages = 0
+        self.expected = dict[int, float]()
+        """Tokens by kind, before anything is learnt."""
+        for name in sorted([one for one in fields if one in _FIELDS], key=_FIELDS.__getitem__):
+            is_format = name == "text" and type(fields[name]) is dict
+            self._read(fields[name], _SCHEMA if is_format else _FIELDS[name], 0)
+        self.text = "\n".join([text for _, text in self._pieces])
+        """What is read, in order; of an image, what tells it from others."""
+        kinds = {kind for kind, _ in self._pieces}
+        for kind in kinds - {_NAME}:
+            parts = (text for one, text in self._pieces if one == kind)
+            self._measure("".join(parts) if len(kinds) > 1 else self.text, kind)
+        if self._num_messages:
+            self._count(_MESSAGES, self._num_messages)
+            self._count(_IS_CHAT, 1)
+        if _TOOLS in self.expected:
+            self._count(_HAS_TOOLS, 1)
+
+    def _count(self, kind: int, number: float) -> None:
+        self.expected[kind] = self.expected.get(kind, 0.0) + number * _PRIORS[kind]
+
+    def _measure(self, text: str, kind: int) -> None:
+        """Count letters and marks, which take four times as many tokens, as spaces take none."""
+        data, num_wide = text.encode("utf-8", "surrogatepass"), 0
+        rest = data.translate(None, _LETTERS)
+        if not text.isascii():
+            num_wide, num_more = len(data.translate(None, _ASCII)), len(data) - len(text)
+            self._count(_WIDE, num_wide - num_more)
+            self._count(_WIDE + 1, num_more)
+        self._count(kind, len(data) - len(rest) - num_wide)
+        self._count(kind + 1, len(rest) - rest.count(b" ") - rest.count(b"\n"))
+
+    def _read(self, value: Any, kind: int, depth: int) -> None:
+        what = type(value)
+        if what is str:
+            self._pieces.append((kind, value))
+        elif (what is not dict and what is not list) or depth == _MAX_DEPTH:
+            return
+        elif kind in _AS_JSON:
+            self._pieces.append((kind, _dump(value)))
+        elif what is dict:
+            self._read_part(value, kind, depth)
+        elif value and type(value[0]) is int:
+            self._count(_COUNTED, len(value))
+        else:
+            for one in value:
+                is_message = type(one) is dict and one.get("role") in _SPEAKERS
+                if is_message and len(one) == 2 and type(text := one.get("content")) is str:
+                    # Most messages are nothing else.
+                    self._num_messages += 1
+                    self._pieces.append((kind, text))
+                else:
+                    self._read(one, kind, depth + 1)
+
+    def _read_part(self, part: dict[str, Any], kind: int, depth: int) -> None:
+        named, role = part.get("type"), part.get("role")
+        if named in _IMAGES:
+            held = part.get("image_url") or part.get("source") or part.get("image")
+            found = held if isinstance(held, dict) else {"url": held, "detail": part.get("detail")}
+            image = str(found.get("url") or found.get("data"))
+            self._count(_COUNTED, self._images(*size_of(image), found.get("detail") == "low"))
+            self._pieces.append((_NAME, image[-_NAME_LENGTH:]))
+            return
+        for one in (role, named):
+            kind = _KINDS.get(one, kind) if type(one) is str else kind
+        self._num_messages += type(role) is str
+        for name, value in part.items():
+            if name not in _UNREAD or (name == "data" and named == "text"):
+                self._read(value, _KINDS.get(name, kind), depth + 1)
+
+
+class PromptTokens:
+    """Estimates how many tokens the prompts of one model have, and learns from what they had."""
+
+    def __init__(self, images: Formula) -> None:
+        """Know what is usual; `images` counts the tokens of an image."""
+        self.images = images
+        self._weights, self._variance = [1.0] * len(_PRIORS), np.eye(len(_PRIORS))
+
+    def estimate(self, expected: Mapping[int, float]) -> int:
+        """Tokens of a prompt, at least one, by what is expected of each kind."""
+        return max(round(sum([self._weights[kind] * one for kind, one in expected.items()])), 1)
+
+    def learn(self, expected: Mapping[int, float], estimate: int, num_tokens: int) -> None:
+        """Take what an endpoint has counted: a Kalman filter of relative errors."""
+        if abs(num_tokens - estimate) < _NEAR * num_tokens or num_tokens <= 0:
+            return
+        error = 1.0 - self.estimate(expected) / num_tokens
+        shares = np.array([expected.get(kind, 0.0) for kind in range(len(_PRIORS))]) / num_tokens
+        spread = self._variance @ shares
+        variance = float(shares @ spread) + _NOISE
+        # What is far off what was to be expected is odd, and moves less.
+        step = error * min(1.0, 3 * variance**0.5 / (abs(error) or 1.0)) / variance
+        self._weights = (self._weights + spread * step).tolist()
+        self._variance += _DRIFT * np.eye(len(_PRIORS)) - np.outer(spread, spread / variance)
+
+
+def _dump(value: Any) -> str:
+    """Write a value as JSON; nothing where it is too deep."""
+    try:
+        return _encode(value)
+    except RecursionError:
+        return ""
