@@ -6,10 +6,11 @@ that speak OpenAI's API. Files are YAML; docs/serving.md has an example.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from serve_app.endpoints import AnyEndpoint, GatewayPath, MetricNames, Pattern, ServiceDiscovery
 from serve_app.engines.base import EngineConfig
@@ -20,6 +21,10 @@ from tokenyard.routing.fleet import EngineSpeed, IterationSpeed, requests_per_s
 MAX_PROMPT_TOKENS = 1 << 20
 DEFAULT_TENANT = "default"
 """Tenant of requests that name none of the cluster file."""
+_PASSABLE = re.compile(
+    r"(?!(authorization|connection|content-(encoding|length)|expect|host|keep-alive|proxy-.*|te|trailer"
+    r"|transfer-encoding|upgrade|x-api-key|x-order-key.*|x-prompt-tokens)$)[a-z0-9!#$%&'*+.^_`|~-]+"
+)
 _ModelName = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -120,6 +125,12 @@ class Pool(FrozenModel):
         return self.max_ongoing or self.config.max_batch + self.config.max_waiting
 
 
+def _passable(name: str) -> str:
+    if not _PASSABLE.fullmatch(name.lower()):
+        raise ValueError(f"header {name!r} cannot be passed")
+    return name.lower()
+
+
 class ExternalPool(FrozenModel):
     """Servers that run already and speak OpenAI's API."""
 
@@ -152,6 +163,10 @@ class ExternalPool(FrozenModel):
     prefix_block_tokens: Annotated[int, Field(ge=0)] = 0
     api_key_env: str | None = None
     """Environment variable that holds the endpoints' bearer token."""
+    rewrite_model: bool = False
+    """Whether answers name the model as callers ask for it, where `model` is another name."""
+    pass_headers: tuple[Annotated[str, AfterValidator(_passable)], ...] = ()
+    """Headers of callers that its endpoints get, beside those that all endpoints get."""
     deadlines: Deadlines = Deadlines()
     commit: Literal["first_token", "first_byte"] = "first_token"
     """What of a stream is handed on at once: from its first token on, until which another endpoint
@@ -249,7 +264,7 @@ class Limits(FrozenModel):
     head_timeout_s: Annotated[float, Field(gt=0)] = 10.0
     """Longest time in which a request's head must come, and the first of a connection begin."""
     body_timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """Longest time in which a request's body must come."""
+    """Longest time from one piece of a request's body to the next."""
     max_body_bytes: Annotated[int, Field(ge=1)] = 16 << 20
     """Longest body on OpenAI's routes; on the others it is 1 MiB."""
     max_connections: Annotated[int, Field(ge=1)] = 4096
@@ -315,8 +330,14 @@ class TlsFiles(FrozenModel):
     """PEM, without a password."""
 
 
+class Cors(FrozenModel):
+    """Sites whose pages may ask, such as `https://chat.example.com`; `*`: any."""
+
+    origins: Annotated[tuple[str, ...], Field(min_length=1)]
+
+
 class Placement(FrozenModel):
-    """Where the gateway goes, in how many processes, and the files that it reads and writes."""
+    """Where the gateway goes, in how many processes, its files, and its routes."""
 
     cpus: Annotated[float, Field(ge=0)] = 0.1
     """CPUs that each process reserves; 0 lets it onto a head node that offers none."""
@@ -334,6 +355,10 @@ class Placement(FrozenModel):
     by hand, of keys. None: only the last 200 are kept, in memory and in the state file."""
     tls: TlsFiles | None = None
     """With what callers are spoken to; None: plain HTTP, for a proxy in front."""
+    routes: tuple[Annotated[str, Field(pattern=r"^/[^?#\s]+$")], ...] = ()
+    """More paths that are handed on to endpoints; `/v1/files/` stands for all that begin so."""
+    cors: Cors | None = None
+    """None: browsers keep pages of other sites from asking."""
     sse_keep_alive_interval_s: Annotated[float, Field(gt=0)] | None = None
     """Time between comments that whoever waits for a stream to begin is sent, so that no proxy
     between takes the connection for dead. With the first one the status is 200, and what goes wrong

@@ -85,6 +85,11 @@ class Answer:
         wanted = self.wanted
         return int(min(len(wanted.token_ids) + wanted.max_tokens, self.max_model_tokens))
 
+    @property
+    def sticks_to(self) -> str | None:
+        """The one replica that can answer it; None: any."""
+        return self.wanted.sticks_to
+
     def fits(self, backend: Backend) -> bool:
         """Whether the replicas of a pool can answer it."""
         return (

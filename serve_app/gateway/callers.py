@@ -57,7 +57,7 @@ class CallerLimits(FrozenModel):
     @property
     def are_none(self) -> bool:
         """Whether nothing is limited."""
-        return self == UNLIMITED
+        return self is UNLIMITED or self == UNLIMITED
 
 
 UNLIMITED = CallerLimits()

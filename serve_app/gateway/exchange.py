@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from serve_app.gateway.tracing import RequestSpan
 
 Headers = Sequence[tuple[bytes, bytes]]
-_GENERATING = (b"/v1/chat/completions", b"/v1/completions", b"/v1/responses")
+_GENERATING = (b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages")
 
 
 # Not frozen: that takes four times as long to make, and every request makes one.
@@ -31,6 +31,11 @@ class Call:
     body: bytes
     stream: bool
     """Whether events are asked for."""
+    method: bytes = b"POST"
+    model_at: tuple[int, int] | None = None
+    """Where the model's name stands in a form; None: the body is JSON, or empty."""
+    others: Headers = ()
+    """More headers, which pools may want."""
 
     @property
     def generates(self) -> bool:
@@ -63,6 +68,10 @@ class InferenceRequest:
     """Header lines by which the caller names its trace; empty: it does not, or nobody traces."""
     span: RequestSpan | None = None
     """What is told of it to whoever traces; None: nobody does."""
+    sticks_to: str | None = None
+    """The one replica that can answer it, as it holds what the request goes on from; None: any."""
+    hear: Callable[[str, str], None] | None = None
+    """Is told which replica answers, and the answer's id; None: nobody wants to know."""
     learn: Callable[[int], None] | None = None
     """Is told how many tokens the prompt had; None: that was known."""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +21,7 @@ from serve_app.endpoints import Endpoint, Found, is_allowed
 from serve_app.engines.waiting import Arrivals, priority_of
 from serve_app.gateway.discovery import sources_of
 from serve_app.gateway.engine_metrics import StuckMetrics
-from serve_app.gateway.exchange import Attempt, Call
+from serve_app.gateway.exchange import Attempt, Call, Downstream, Headers
 from serve_app.gateway.forwarding import EndpointAsRayReplica, Forwarder
 from serve_app.gateway.generation import ReplicaFailed, ReplicaLacks
 from serve_app.gateway.json_fields import replace_field, set_field
@@ -70,6 +73,25 @@ class _Endpoint(EndpointAsRayReplica):
         state.publish(self.status)
 
 
+class _Renaming:
+    """A caller whose answers have another name of a model in place of its endpoint's."""
+
+    def __init__(self, downstream: Downstream, rename: Callable[[bytes], bytes]) -> None:
+        self._downstream, self._rename = downstream, rename
+        self.begun, self.add_headers = downstream.begun, downstream.add_headers
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        self.begun = True
+        kept = [one for one in headers if one[0] != b"content-length"]
+        await self._downstream.begin(status, kept)
+
+    async def write(self, data: bytes) -> None:
+        await self._downstream.write(self._rename(data))
+
+    def write_now(self, data: bytes, chunk: bytes | None = None) -> bool:
+        return self._downstream.write_now(self._rename(data))
+
+
 class ExternalBackend:
     """A pool of endpoints; each has its deadlines, and a scraper of its metrics."""
 
@@ -89,6 +111,10 @@ class ExternalBackend:
         """
         self.name, self.settings = pool.name, pool
         self._renames = pool.model != (pool.served_model or served_model)
+        self._own_name = None
+        if pool.rewrite_model and self._renames:
+            pattern = rb'("model"\s*:\s*)%b' % re.escape(json.dumps(pool.model).encode())
+            self._own_name = re.compile(pattern)
         self._arrivals, self.key = Arrivals(), _key_line(pool)
         self._forwarder = Forwarder(
             f"an endpoint of pool {self.name!r}", pool.deadlines, pool.profile.prefill_token_s,
@@ -284,19 +310,31 @@ class ExternalBackend:
             raise ReplicaFailed(f"{self._forwarder.which} is gone")
         call, origin = attempt.request.call, endpoint.origin
         headers = self.key + call.headers
+        for name, value in call.others:
+            if name.decode() in self.settings.pass_headers:
+                headers += b"%b: %b\r\n" % (name, value)
         body = self._body(call, attempt.request.model, attempt.order_key)
+        own, model = self._own_name, attempt.request.model
+        if own is not None and model not in self.settings.loras:
+            # Whole lines come here, and in texts quotation marks are escaped.
+            public = json.dumps(model).encode()
+            rename = partial(own.sub, lambda found: found[1] + public)
+            attempt.downstream = _Renaming(attempt.downstream, rename)
         try:
             await self._forwarder.forward(origin, headers, body, attempt)
         except ReplicaLacks as error:
             if error.model is not None:
-                model = attempt.request.model
                 error.model = model if model in self.settings.loras else self.settings.model
             raise
 
     def _body(self, call: Call, model: str | None, order_key: OrderKey | None) -> bytes:
-        body = call.body
+        body, named = call.body, self.settings.model
+        if not body:
+            return body
         if self._renames and model not in self.settings.loras:
-            body = replace_field(body, "model", self.settings.model)
+            if call.model_at is not None:
+                return named.encode().join((body[: call.model_at[0]], body[call.model_at[1] :]))
+            body = replace_field(body, "model", named)
         if self.settings.order == "priority" and call.generates:
             # One without a key would have priority 0, before all others. An endpoint is told once,
             # so who is late stays where it is.

@@ -26,6 +26,7 @@ from serve_app.gateway.replicas import EngineStatus
 from serve_app.gateway.sse import (
     ErrorEvent,
     EventPeek,
+    id_in,
     last_part,
     peek_whole,
     prompt_tokens_of,
@@ -110,7 +111,7 @@ class Forwarder:
             RequestRejected: It has something against the request.
         """
         request, call = attempt.request, attempt.request.call
-        head = origin.head(b"POST", call.path, headers, len(body))
+        head = origin.head(call.method, call.path, headers, len(body))
         prefill_s = self._prefill_token_s * len(request.token_ids)
         patience = Patience(self._deadlines, request, prefill_s)
 
@@ -202,6 +203,8 @@ class Forwarder:
         num_tokens, reason, usage = peek_whole(tail)
         if attempt.request.learn is not None:
             attempt.request.learn(prompt_tokens_of(usage))
+        if attempt.request.hear is not None and (name := id_in(held)):
+            attempt.request.hear(connection.origin.url, name)
         attempt.take(num_tokens, reason, is_whole=True)
         if not downstream.begun:
             await hand_on_held(connection, attempt, bytes(held))
@@ -246,6 +249,7 @@ async def _hand_on_events(
         patience.wait_again()
         return True
 
+    hear = attempt.request.hear
     if at_once:
         await downstream.begin(connection.status, _handed_back(connection))
     try:
@@ -257,6 +261,9 @@ async def _hand_on_events(
                     attempt.take(peek.num_tokens)
                     await downstream.write(error.before)
                 raise
+            if hear is not None and peek.answer_id:
+                hear(connection.origin.url, peek.answer_id)
+                hear = None
             if not downstream.begun:
                 held += lines
                 lines = bytes(held) if peek.num_tokens or len(held) > _MAX_HELD_BYTES else b""

@@ -31,6 +31,7 @@ from serve_app.gateway.generation import (
     ReplicaTooSmall,
     ReplicaUnreachable,
     RequestRejected,
+    ResponseGone,
 )
 from serve_app.gateway.history import History
 from serve_app.gateway.holding import Holding, QueueFull, WaitedTooLong
@@ -51,6 +52,8 @@ _MAX_RETRY_AFTER_S = 60
 _DRAIN_POLL_S = 0.05
 _LAST_EVENTS_S = 1.0
 """For errors to be sent to those that are cut off."""
+_TIERS = frozenset(("auto", "default", "flex", "priority", "scale", "standard", "standard_only"))
+"""OpenAI's and Anthropic's own names, which mean the first class where none has such a name."""
 _WHY_FULL = {QueueFull: "queue full", WaitedTooLong: "waited too long"}
 """Reasons of refusals, by what went wrong."""
 _PATIENCE_S = 20.0
@@ -153,9 +156,9 @@ class Gateway:
 
     def service_class(self, name: str | None) -> SloClass | None:
         """Return the class of that name, the first for None; None: there is none."""
-        if name is None or name in ("auto", "default"):
-            return self.cluster.classes[0]
-        return next((one for one in self.cluster.classes if one.name == name), None)
+        classes = self.cluster.classes
+        found = next((one for one in classes if one.name == name), None) if name else None
+        return classes[0] if found is None and (not name or name in _TIERS) else found
 
     async def serve(
         self, request: InferenceRequest, service_class: SloClass, downstream: Downstream
@@ -168,7 +171,8 @@ class Gateway:
             Refused: Too much is in flight, no replica takes more, or its caller has asked for too
                 much; nothing was generated.
             Unserved: No replica could answer it in time, or the one that had begun died.
-            RequestRejected: An endpoint has something against the request.
+            RequestRejected: An endpoint has something against the request, or is gone with what
+                it goes on from.
         """
         if self.tracing is None:
             return await self._serve(request, service_class, downstream)
@@ -368,6 +372,8 @@ class Gateway:
         num_failed = number = 0
         if not self.table.replicas:
             await self._some_replica(answer, answer.arrival_s)
+        if answer.sticks_to is not None and answer.sticks_to not in self.table.replicas:
+            raise ResponseGone
         while num_failed <= self.cluster.limits.max_retries:
             try:
                 pick = await self._pick_or_wait(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 
@@ -80,3 +81,14 @@ class RequestRejected(RuntimeError):
         """Keep the answer, whose status is from 400 to 499."""
         super().__init__(f"the endpoint answered {status}")
         self.status, self.headers, self.body = status, headers, body
+
+
+class ResponseGone(RequestRejected):
+    """A request about a response whose endpoint is gone."""
+
+    def __init__(self) -> None:
+        """Say so as the endpoint would."""
+        message = "the response is not found: the endpoint that made it is gone"
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        headers = [(b"content-type", b"application/json")]
+        super().__init__(404, headers, json.dumps({"error": error}).encode())

@@ -65,6 +65,10 @@ class Placeable(Protocol):
         """Its prompt."""
 
     @property
+    def sticks_to(self) -> str | None:
+        """The one replica that can answer it; None: any."""
+
+    @property
     def needed_tokens(self) -> int:
         """Prompt and longest answer."""
 
@@ -405,6 +409,9 @@ class Placement:
     def _fitting(self, asked: Placeable, rows: IntArray) -> IntArray:
         """Those of some rows that can answer the request and have not been tried."""
         table = self._table
+        if asked.sticks_to is not None:
+            known = table.replicas.get(asked.sticks_to)
+            rows = rows[rows == known.row] if known else rows[:0]
         if asked.tried:
             tried = [one.row for name in asked.tried if (one := table.replicas.get(name))]
             rows = rows[~np.isin(rows, tried)]

@@ -19,9 +19,12 @@ _MOST_TOKENS = 10**9
 _USED = re.compile(
     rb'"((?:completion|output|prompt|(?:cache_(?:read|creation)_)?input)_tokens)"\s*:\s*(\d{1,9})\b'
 )
+_RESPONSE_ID, _ID = (re.compile(rb'"id"\s*:\s*"(%b[^"]+)"' % one) for one in (rb"resp", b""))
 _INPUTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 """Anthropic's usage leaves out of the first what a cache held, or was given."""
-_CUT = re.compile(rb'"finish_reason"\s*:\s*"length"|"status"\s*:\s*"incomplete"')
+_CUT = re.compile(
+    rb'"finish_reason"\s*:\s*"length"|"status"\s*:\s*"incomplete"|"stop_reason"\s*:\s*"max_tokens"'
+)
 PEEK_BYTES = 64 << 10
 """Of the end of an answer that came at once, where it says how long it is."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -71,6 +74,7 @@ class EventPeek:
     def __init__(self) -> None:
         """Expect the first event."""
         self.num_tokens = 0
+        self.answer_id = ""
         self.usage: dict[str, Any] = {}
         """What the answer has told of its tokens."""
         self.finish_reason: FinishReason | None = None
@@ -229,6 +233,8 @@ class EventPeek:
             self._is_done, self.has_failed = True, _ENDS[kind] is None
             self.finish_reason = self.finish_reason or _ENDS[kind]
         answer = event.get("response") or event
+        if not self.answer_id and isinstance(name := answer.get("id"), str):
+            self.answer_id = name
         usage = answer.get("usage") or {}
         if kind == "message_start":
             self.usage.update(event["message"].get("usage") or {})
@@ -275,6 +281,12 @@ def peek_whole(body: bytes) -> tuple[int, FinishReason, dict[str, int]]:
     usage = {name.decode(): int(number) for name, number in found}
     reason: FinishReason = "length" if _CUT.search(body) else "stop"
     return usage.get("completion_tokens", usage.get("output_tokens", 0)), reason, usage
+
+
+def id_in(body: bytes | bytearray) -> str:
+    """Return the id of a response that came at once; empty: it has none."""
+    found = _RESPONSE_ID.search(body) or _ID.search(body)
+    return found[1].decode("latin-1") if found else ""
 
 
 def prompt_tokens_of(usage: Mapping[str, Any]) -> int:

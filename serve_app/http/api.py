@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
+from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.gateway.gateway import Gateway
@@ -14,7 +15,7 @@ from serve_app.http import admin, decide, errors, openai, pools
 from serve_app.http.auth import Access
 from serve_app.http.data_path import DataPath, Tokenizers
 from serve_app.http.docs_page import documentation
-from serve_app.http.intake import OPENAI_PATHS, Intake, PendingBodies
+from serve_app.http.intake import Intake, PendingBodies, with_cors
 from serve_app.policy.lifecycle import Lifecycle
 
 
@@ -23,12 +24,14 @@ class GatewayApi(FastAPI):
 
     data_path: ASGIApp | None = None
     """Answers the routes that replicas answer; None: there are none."""
+    bodies: PendingBodies
+    """Know these routes."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        path = self.data_path
-        if path is not None and scope["type"] == "http" and scope["path"] in OPENAI_PATHS:
-            await path(scope, receive, send)
+        way, is_http = self.data_path, scope["type"] == "http"
+        if way is not None and is_http and self.bodies.are_handed_on(scope["path"]):
+            await way(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
 
@@ -61,13 +64,21 @@ def create_gateway_api(
     limits = gateway.cluster.limits
     # Half of the places that the application holds for requests that are not in flight.
     most = 2 * limits.max_in_flight
-    bodies = PendingBodies(limits.body_timeout_s, most, limits.max_body_bytes)
+    routes = gateway.cluster.gateway.routes
+    bodies = PendingBodies(limits.body_timeout_s, most, limits.max_body_bytes, routes)
+    api.bodies = bodies
     errors.install(api, access, bodies)
+    if (cors := gateway.cluster.gateway.cors) is not None:
+        api.add_middleware(with_cors, cors=cors)
     if not gateway.cluster.decide_only:
         path = DataPath(gateway, tokenizers, errors.refuse)
-        api.data_path = Intake(path, access, bodies, errors.refuse)
+        intake = Intake(path, access, bodies, errors.refuse)
+        api.data_path = with_cors(intake, gateway.cluster.gateway.cors)
     for router in _routers(gateway, access, lifecycle or Lifecycle(gateway.manager)):
         api.include_router(router)
+        for own in router.routes:
+            if isinstance(own, APIRoute) and bodies.are_handed_on(own.path):
+                raise ValueError(f"gateway.routes: the gateway answers {own.path} itself")
 
     @api.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:

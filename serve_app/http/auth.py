@@ -25,6 +25,8 @@ _PROXY_HEADERS = ("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-i
 _PROXY_PREFIXES = ("x-forwarded-", "cf-", "x-envoy-", "x-original-")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _CALLER = "caller"
+_KEY_HEADERS = ("authorization", "x-api-key")
+"""OpenAI's clients have the first, Anthropic's the second."""
 
 
 class Denied(Exception):
@@ -121,7 +123,7 @@ class Access:
             models = None if key.models is None else frozenset(key.models)
             return Caller(key.tenant or "", key.name, _address_of(request), models)
         # Whoever gives a key means it. Where there are none, clients must give something.
-        is_wrong = self.keys is not None and "authorization" in request.headers
+        is_wrong = self.keys is not None and any(one in request.headers for one in _KEY_HEADERS)
         for ring in self._rings():
             if ring.without_key is not None and not is_wrong:
                 is_free = ring.without_key.are_none
@@ -179,9 +181,11 @@ class Access:
     def _key_of(self, request: HTTPConnection) -> ApiKey | None:
         """The key that a caller gives; None: it gives none, or one that is not known."""
         # As the server has it: `request.headers` would be made for each request.
-        sent = (value for name, value in request.scope["headers"] if name == b"authorization")
-        scheme, _, given = next(sent, b"").decode("latin-1").partition(" ")
+        sent = dict(request.scope["headers"])
+        scheme, _, given = sent.get(b"authorization", b"").decode("latin-1").partition(" ")
         if scheme.lower() != "bearer":
+            given = sent.get(b"x-api-key", b"").decode("latin-1")
+        if not given:
             return None
         found = (ring.find(given.strip()) for ring in self._rings())
         return next((one for one in found if one is not None), None)

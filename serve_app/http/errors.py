@@ -1,6 +1,6 @@
 """Every error is one sentence, in the form that the route's clients expect.
 
-On OpenAI's routes that is OpenAI's envelope, elsewhere `{"detail": reason}`.
+On OpenAI's routes that is OpenAI's envelope, on Anthropic's theirs, elsewhere `{"detail": reason}`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from serve_app.gateway.generation import RequestRejected
 from serve_app.http.auth import Access, Denied
 from serve_app.http.decide_schema import Problem
 from serve_app.http.intake import OPENAI_PATHS, Intake, PendingBodies, TooMuch, route_path
-from serve_app.http.reasons import BadRequest, code_of, kind_of, openai_error, reason_of
+from serve_app.http.reasons import BadRequest, envelope, reason_of
 from serve_app.policy.runner import IncompatibleRequest
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
@@ -25,6 +25,8 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 }
 """Answers of routes that are not OpenAI's, for the schema."""
 _MODELS = "/v1/models"
+_HANDED_ON = "handed_on"
+"""In a scope: replicas answer it."""
 
 
 def install(api: FastAPI, access: Access, bodies: PendingBodies) -> None:
@@ -50,7 +52,8 @@ def install(api: FastAPI, access: Access, bodies: PendingBodies) -> None:
 
 
 async def refuse(request: Request, error: Exception) -> Response:
-    """Write down why a request of OpenAI's is not answered."""
+    """Write down why a request that is handed on is not answered."""
+    request.scope[_HANDED_ON] = True
     if isinstance(error, BadRequest):
         return await _on_bad(request, error)
     if isinstance(error, Refused):
@@ -80,7 +83,12 @@ async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, StarletteHTTPException)
-    answer = _answer(request, str(error.detail), error.status_code)
+    text = str(error.detail)
+    if error.status_code == 404 and route_path(request.scope).startswith("/v1/"):
+        # No route is there: those that are say what is not.
+        request.scope[_HANDED_ON] = True
+        text = f"Invalid URL ({request.method} {route_path(request.scope)})"
+    answer = _answer(request, text, error.status_code)
     answer.headers.update(error.headers or {})
     return answer
 
@@ -105,8 +113,8 @@ async def _on_refused(request: Request, error: Exception) -> JSONResponse:
     answer = _answer(request, str(error), error.status)
     answer.raw_headers.extend(error.headers)
     if error.over is not None:
-        told = openai_error(str(error), error.over.kind, code=error.over.code)
-        answer = JSONResponse({"error": told}, status_code=429)
+        path, over = route_path(request.scope), error.over
+        answer = JSONResponse(envelope(path, 429, str(error), None, over.kind, over.code), 429)
         answer.raw_headers.extend(error.over.headers)
     answer.headers["retry-after"] = str(error.retry_after_s)
     return answer
@@ -131,11 +139,11 @@ async def _on_rejected(request: Request, error: Exception) -> Response:
 
 def _speaks_openai(request: Request) -> bool:
     path = route_path(request.scope)
-    return path in OPENAI_PATHS or path.startswith(_MODELS)
+    is_handed_on = path in OPENAI_PATHS or _HANDED_ON in request.scope
+    return is_handed_on or path.startswith(_MODELS)
 
 
 def _answer(request: Request, message: str, status: int, param: str | None = None) -> JSONResponse:
     if not _speaks_openai(request):
         return JSONResponse({"detail": message}, status_code=status)
-    error = openai_error(message, kind_of(status), param, code_of(status, param))
-    return JSONResponse({"error": error}, status_code=status)
+    return JSONResponse(envelope(route_path(request.scope), status, message, param), status)

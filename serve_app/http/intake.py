@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
+import pyarrow as pa
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.cluster import Cors
 from serve_app.http.auth import Access, Denied, note_caller
 from serve_app.http.connection import connection_of
 from serve_app.http.decide_schema import MAX_BODY_BYTES
@@ -18,12 +21,22 @@ MAX_HEADER_BYTES = 64 << 10
 OPENAI_PATHS = frozenset(
     (
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score",
-        "/score", "/v1/rerank", "/rerank", "/tokenize", "/detokenize",
+        "/score", "/v1/rerank", "/rerank", "/tokenize", "/detokenize", "/v1/messages",
+        "/v1/messages/count_tokens", "/v1/audio/transcriptions", "/v1/audio/translations",
+        "/v1/audio/speech", "/v1/images/generations", "/v1/images/edits", "/v1/moderations",
+        "/pooling", "/classify", "/v2/rerank", "/v2/embed", "/generate",
     )
 )  # fmt: skip
-"""Routes of OpenAI and vLLM that replicas answer."""
+"""Routes of OpenAI, Anthropic and vLLM that replicas answer, to POST alone."""
+_OTHER_PATHS = frozenset(("/version", "/ping"))
 _NEEDS_TOKEN = "/v1"
 _BODILESS = ("GET", "HEAD", "OPTIONS")
+_CODECS = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "gzip", "zstd": "zstd", "br": "brotli"}
+"""Encodings of bodies, and what decodes them: that of gzip takes zlib's form, too."""
+_MOST_CODINGS = 2
+_OF_CODED = (b"content-encoding", b"content-length")
+_MIN_BYTES_PER_S = 16 << 10
+"""Of a body on its way, on average, after `body_timeout_s`: or it would hold its place for ever."""
 
 Answer = Callable[[Request, Exception], Awaitable[Response]]
 
@@ -53,26 +66,37 @@ def are_too_large(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 
 class PendingBodies:
-    """Bodies that are on their way: each has a deadline, and of too many the oldest is given up.
+    """Bodies that are on their way: each must go on, and of too many the oldest is given up.
 
     Bodies of callers who mean it are there in milliseconds. Those that are held open to take the
     places of others are the oldest.
     """
 
-    def __init__(self, timeout_s: float, most: int, max_openai_bytes: int = MAX_BODY_BYTES) -> None:
+    def __init__(
+        self, timeout_s: float, most: int, max_openai_bytes: int = MAX_BODY_BYTES,
+        routes: Iterable[str] = (),
+    ) -> None:  # fmt: skip
         """Wait so long for a body, and for so many at once.
 
         Args:
-            timeout_s: For one.
+            timeout_s: For the next piece of one.
             most: At once.
-            max_openai_bytes: Longest body on OpenAI's routes.
+            max_openai_bytes: Longest body on routes that replicas answer.
+            routes: More of these; one that ends with a slash stands for all that begin with it.
         """
         self._timeout_s, self._most, self._max_openai_bytes = timeout_s, most, max_openai_bytes
+        self._paths = OPENAI_PATHS | _OTHER_PATHS | {*routes}
+        self._prefixes = ("/v1/responses/", *(one for one in routes if one.endswith("/")))
         self._waiting: dict[asyncio.Timeout, None] = {}
+
+    def are_handed_on(self, path: str) -> bool:
+        """Whether replicas answer a route."""
+        # Who stands before an endpoint may go up where a path says so.
+        return path in self._paths or (path.startswith(self._prefixes) and "/." not in path)
 
     def max_bytes(self, path: str) -> int:
         """Longest body on a route."""
-        return self._max_openai_bytes if path in OPENAI_PATHS else MAX_BODY_BYTES
+        return self._max_openai_bytes if self.are_handed_on(path) else MAX_BODY_BYTES
 
     async def read(
         self, receive: Receive, max_bytes: int = MAX_BODY_BYTES, is_there: bool = False
@@ -82,7 +106,7 @@ class PendingBodies:
         Args:
             receive: Gives pieces of it.
             max_bytes: Longest that is read.
-            is_there: Whether all of it has come, so that it needs no deadline.
+            is_there: Whether all of it has come, so that nothing is waited for.
 
         Raises:
             TooMuch: It is too large, late, or the oldest of too many.
@@ -94,20 +118,30 @@ class PendingBodies:
             del self._waiting[oldest]
             if not oldest.expired():
                 oldest.reschedule(asyncio.get_running_loop().time())
-        deadline = asyncio.timeout(self._timeout_s)
+        deadline, clock_s = asyncio.timeout(self._timeout_s), asyncio.get_running_loop().time
+        latest_s = clock_s() + self._timeout_s
+
+        def go_on(num_bytes: int) -> None:
+            if deadline in self._waiting and not deadline.expired():
+                limit_s = latest_s + num_bytes / _MIN_BYTES_PER_S
+                deadline.reschedule(min(clock_s() + self._timeout_s, limit_s))
+
         try:
             async with deadline:
                 self._waiting[deadline] = None
-                return await _read(receive, max_bytes)
+                return await _read(receive, max_bytes, go_on)
         except TimeoutError:
             if not deadline.expired():
                 raise
-            raise TooMuch(f"the body did not come within {self._timeout_s:g} s", 408) from None
+            limit = f"nothing for {self._timeout_s:g} s, or less than {_MIN_BYTES_PER_S} bytes/s"
+            raise TooMuch(f"the body came too slowly: {limit}", 408) from None
         finally:
             self._waiting.pop(deadline, None)
 
 
-async def _read(receive: Receive, max_bytes: int) -> bytes | None:
+async def _read(
+    receive: Receive, max_bytes: int, go_on: Callable[[int], None] = lambda _: None
+) -> bytes | None:
     body = bytearray()
     while True:
         message = await receive()
@@ -115,6 +149,7 @@ async def _read(receive: Receive, max_bytes: int) -> bytes | None:
             return None
         body += message.get("body", b"")
         _check_size(len(body), max_bytes)
+        go_on(len(body))
         if not message.get("more_body"):
             return bytes(body)
 
@@ -122,6 +157,16 @@ async def _read(receive: Receive, max_bytes: int) -> bytes | None:
 def _check_size(num_bytes: int, max_bytes: int) -> None:
     if num_bytes > max_bytes:
         raise TooMuch(f"body is larger than {max_bytes} bytes", 413)
+
+
+def with_cors(app: ASGIApp, cors: Cors | None) -> ASGIApp:
+    """Let pages of other sites ask an application, without a key for their preflights."""
+    if cors is None:
+        return app
+    return CORSMiddleware(
+        app, allow_origins=cors.origins, allow_methods=("*",), allow_headers=("*",),
+        expose_headers=("*",),
+    )  # fmt: skip
 
 
 class Intake:
@@ -144,9 +189,8 @@ class Intake:
             await self._app(scope, receive, send)
             return
         try:
-            max_bytes = self._bodies.max_bytes(route_path(scope))
-            self._check_head(scope, max_bytes)
-            body = await self._read_body(scope, receive, max_bytes)
+            max_bytes, codings = self._check_head(scope)
+            body = await self._read_body(scope, receive, max_bytes, codings)
         except (Denied, TooMuch) as error:
             answer = await self._answer(Request(scope), error)
             # What is left of the body is not waited for.
@@ -156,28 +200,61 @@ class Intake:
         if body is not None:
             await self._app(scope, _replay(body, receive), send)
 
-    async def _read_body(self, scope: Scope, receive: Receive, max_bytes: int) -> bytes | None:
+    async def _read_body(
+        self, scope: Scope, receive: Receive, max_bytes: int, codings: list[str]
+    ) -> bytes | None:
         if not _has_body(scope):
             return b""
         connection = connection_of(scope)
         is_there = connection is not None and connection.has_body
-        return await self._bodies.read(receive, max_bytes, is_there)
+        body = await self._bodies.read(receive, max_bytes, is_there)
+        if body and codings:
+            # As it is from now on.
+            scope["headers"] = [one for one in scope["headers"] if one[0] not in _OF_CODED]
+            for coding in reversed(codings):
+                body = _decoded(body, coding, max_bytes)
+        return body
 
-    def _check_head(self, scope: Scope, max_bytes: int) -> None:
+    def _check_head(self, scope: Scope) -> tuple[int, list[str]]:
+        """Refuse what can be; return how long the body may be, and its encodings, first to last."""
         if are_too_large(scope["headers"]):
             raise TooMuch(f"headers are larger than {MAX_HEADER_BYTES} bytes", 431)
-        path = route_path(scope)
-        if path.startswith(_NEEDS_TOKEN) or path in OPENAI_PATHS:
-            caller = self._access.check_use(HTTPConnection(scope), path in OPENAI_PATHS)
+        path, headers = route_path(scope), dict(scope["headers"])
+        if (generates := self._bodies.are_handed_on(path)) or path.startswith(_NEEDS_TOKEN):
+            caller = self._access.check_use(HTTPConnection(scope), generates)
             note_caller(scope, caller)
-        length = _header(scope, b"content-length") or b"0"
+        length, max_bytes = headers.get(b"content-length", b""), self._bodies.max_bytes(path)
         _check_size(int(length) if length.isdigit() else 0, max_bytes)
+        if (named := headers.get(b"content-encoding")) is None:
+            return max_bytes, []
+        text = named.decode("latin-1").lower()
+        codings = [one for part in text.split(",") if (one := part.strip()) not in ("", "identity")]
+        odd = text if len(codings) > _MOST_CODINGS else {*codings} - {*_CODECS}
+        if odd:
+            reason = f"content-encoding {text!r} is not known; send one of {', '.join(_CODECS)}"
+            raise TooMuch(reason, 415)
+        return max_bytes, codings
 
 
 def _has_body(scope: Scope) -> bool:
     if scope["method"] not in _BODILESS:
         return True
     return any(_header(scope, name) for name in (b"content-length", b"transfer-encoding"))
+
+
+def _decoded(body: bytes, coding: str, max_bytes: int) -> bytes:
+    """Decode a body, and no more of it than is taken.
+
+    Raises:
+        TooMuch: It is larger, or not encoded so.
+    """
+    try:
+        stream = pa.CompressedInputStream(pa.BufferReader(body), _CODECS[coding])
+        decoded: bytes = stream.read(max_bytes + 1)
+    except OSError:
+        raise TooMuch(f"body is not whole as content-encoding {coding!r}", 400) from None
+    _check_size(len(decoded), max_bytes)
+    return decoded
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

@@ -11,7 +11,7 @@ from serve_app.http import errors
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.http.data_path import DataPath, Tokenizers
-from serve_app.http.intake import OPENAI_PATHS, Intake, PendingBodies
+from serve_app.http.intake import Intake, PendingBodies, with_cors
 
 _ANSWERED_ALONE = frozenset(("/health", "/healthz", "/v1/models"))
 """Routes that a carrier answers while the decider is away."""
@@ -26,16 +26,17 @@ def create_carrier_api(carrier: Carrier, tokenizers: Tokenizers, access: Access)
         access: Who may ask.
     """
     limits = carrier.cluster.limits
-    bodies = PendingBodies(limits.body_timeout_s, 2 * limits.max_in_flight, limits.max_body_bytes)
+    routes, most = carrier.cluster.gateway.routes, 2 * limits.max_in_flight
+    bodies = PendingBodies(limits.body_timeout_s, most, limits.max_body_bytes, routes)
     data_path = Intake(DataPath(carrier, tokenizers, errors.refuse), access, bodies, errors.refuse)
     alone = create_gateway_api(carrier.alone, tokenizers, access)
     passage = Intake(_Passage(carrier, alone), access, bodies, errors.refuse)
 
     async def api(scope: Scope, receive: Receive, send: Send) -> None:
-        handle = data_path if scope["path"] in OPENAI_PATHS else passage
+        handle = data_path if bodies.are_handed_on(scope["path"]) else passage
         await handle(scope, receive, send)
 
-    return api
+    return with_cors(api, carrier.cluster.gateway.cors)
 
 
 class _Passage:

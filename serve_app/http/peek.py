@@ -6,6 +6,7 @@ What is odd in it is for the endpoint to say: it may know fields and values that
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from serve_app.http.reasons import BadRequest
 
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """Fields that say how long an answer may be: chat, completions, responses."""
+_MAX_PARTS, _MAX_PART_HEAD_BYTES = 64, 4096
+"""Of a form that is read: there are more fields than that in none."""
 _MOST_TOKENS = 10**9
 """Longest answer that is counted with: a body may ask for more than a float holds."""
 
@@ -31,6 +34,8 @@ class Peek:
     """Longest answer; 0: it does not say."""
     class_name: str | None
     """Class of the request; None: it names none."""
+    model_at: tuple[int, int] | None = None
+    """Where the model's name stands in a form; None: the body is no form, or names none."""
 
     @property
     def priority(self) -> Any:
@@ -54,7 +59,34 @@ def peek(body: bytes) -> Peek:
     Raises:
         BadRequest: As `read_fields`.
     """
-    fields = read_fields(body)
+    return _peek(read_fields(body))
+
+
+def peek_form(body: bytes, content_type: str) -> Peek:
+    """Read what matters of `multipart/form-data`, which files of sound come in.
+
+    Raises:
+        BadRequest: It is none.
+    """
+    found = re.search(r'^multipart/form-data;.*boundary="?([^\s";]+)', content_type, re.IGNORECASE)
+    if found is None:
+        raise BadRequest("body is neither JSON nor multipart/form-data with a boundary")
+    line, fields, model_at = b"--" + found[1].encode("latin-1"), dict[str, Any](), None
+    at = 0
+    for _ in range(_MAX_PARTS):
+        start = body.find(b"\r\n\r\n", at, at + _MAX_PART_HEAD_BYTES) + 4
+        end = body.find(b"\r\n" + line, start)
+        if start < 4 or end < 0:
+            break
+        head, at = body[at:start], end + 2
+        if b"filename" not in head and (name := re.search(rb'[ ;]name="?([^";\r]+)', head)):
+            fields[name[1].decode("latin-1")] = body[start:end].decode("utf-8", "replace")
+            model_at = (start, end) if name[1] == b"model" else model_at
+    fields["stream"] = fields.get("stream", "").lower() in ("true", "1")
+    return _peek(fields, model_at)
+
+
+def _peek(fields: dict[str, Any], model_at: tuple[int, int] | None = None) -> Peek:
     model = fields.get("model")
     named = next((fields[key] for key in _LENGTHS if type(fields.get(key)) is int), 0)
     names = (fields.get("service_tier"), fields.get("priority"))
@@ -64,6 +96,7 @@ def peek(body: bytes) -> Peek:
         fields.get("stream") is True,
         min(max(named, 0), _MOST_TOKENS),
         next((one for one in names if isinstance(one, str)), None),
+        model_at,
     )
 
 

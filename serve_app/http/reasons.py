@@ -8,6 +8,11 @@ from typing import Any
 
 _MAX_SHOWN = 40
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+_ANTHROPIC = "/v1/messages"
+_ANTHROPIC_KINDS = dict.fromkeys((400, 405, 408, 415, 422, 431), "invalid_request_error") | {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 
 
 class BadRequest(ValueError):
@@ -30,6 +35,18 @@ def openai_error(
 ) -> dict[str, Any]:
     """Lay an error out as OpenAI does."""
     return {"message": message, "type": kind, "param": param, "code": code}
+
+
+def envelope(
+    path: str, status: int, message: str, param: str | None = None, kind: str | None = None,
+    code: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Lay an error out as clients of a route expect it: Anthropic's or OpenAI's."""
+    if path.startswith(_ANTHROPIC):
+        kind = _ANTHROPIC_KINDS.get(status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
+    error = openai_error(message, kind or kind_of(status), param, code or code_of(status, param))
+    return {"error": error}
 
 
 def code_of(status: int, param: str | None) -> str | None:

@@ -18,6 +18,8 @@ async def read_body(reader, headers):
     if b"content-length" in headers:
         return await reader.readexactly(int(headers[b"content-length"]))
     body = b""
+    if b"transfer-encoding" not in headers:
+        return body
     while size := int(await reader.readuntil(b"\r\n"), 16):
         body += await reader.readexactly(size)
         await reader.readexactly(2)
@@ -98,15 +100,15 @@ class RawCaller:
         finally:
             caller.writer.close()
 
-    async def begin(self, path, body, headers=b""):
+    async def begin(self, path, body, headers=b"", method=b"POST"):
         """Ask; return status and headers of the answer."""
-        length = b"content-length: %d\r\n" % len(body)
-        head = b"POST %b HTTP/1.1\r\nhost: localhost\r\n%b%b\r\n" % (path, headers, length)
+        length = b"content-length: %d\r\n" % len(body) if body or method == b"POST" else b""
+        head = b"%b %b HTTP/1.1\r\nhost: localhost\r\n%b%b\r\n" % (method, path, headers, length)
         self.writer.write(head + body)
         first, found = await read_head(self.reader)
         return int(first.split()[1]), found
 
-    async def ask(self, path, body, headers=b""):
+    async def ask(self, path, body=b"", headers=b"", method=b"POST"):
         """Ask; return status, headers and body of the answer."""
-        status, found = await self.begin(path, body, headers)
+        status, found = await self.begin(path, body, headers, method)
         return status, found, await read_body(self.reader, found)

@@ -272,7 +272,13 @@ def test_headers_pass_by_a_list():
         (CHAT, b'{"a":' + b"9" * 10_000 + b"}", 400, b"not JSON"),
         (CHAT, b"\xff", 400, b"not UTF-8"),
         (CHAT, b"[1]", 400, b"JSON object"),
-        (b"/v1/unknown", b"{}", 404, b"Not Found"),
+        (
+            b"/v1/unknown",
+            b"{}",
+            404,
+            b'{"error":{"message":"Invalid URL (POST /v1/unknown)","type"',
+        ),
+        (b"/unknown", b"{}", 404, b'{"detail":"Not Found"}'),
     ],
 )
 def test_only_what_the_gateway_must_refuse_is_refused(path, body, status, says):

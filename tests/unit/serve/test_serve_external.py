@@ -34,8 +34,10 @@ AT_ONCE = {"base_s": 60.0, "consecutive_failures": 1}
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 8, "stream": True}
 
 
-def a_cluster(endpoints, deadlines, max_ongoing=1024, order="fcfs", commit="first_token", **fields):
-    pool = {
+def a_cluster(
+    endpoints, deadlines, max_ongoing=1024, order="fcfs", commit="first_token", pool=None, **fields
+):
+    pool = (pool or {}) | {
         "name": "theirs", "kind": "external", "model": "m", "profile": PROFILE,
         "endpoints": [{"url": one.url} for one in endpoints], "deadlines": deadlines,
         "max_ongoing": max_ongoing, "order": order, "commit": commit,

@@ -1,10 +1,14 @@
 """What is refused before a route sees it, and bodies that would take long to refuse."""
 
 import asyncio
+import gzip
 import json
+import resource
 import time
+import zlib
 from contextlib import asynccontextmanager
 
+import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 from unit.serve.test_serve_gateway import a_body, a_cluster, check
@@ -55,7 +59,7 @@ LENGTH = [(b"content-length", b"100")]
 
 
 @asynccontextmanager
-async def an_intake(timeout_s=60.0, most=8, token=None):
+async def an_intake(timeout_s=60.0, most=8, token=None, max_bytes=MAX_BODY_BYTES):
     bodies_seen = []
 
     async def app(scope, receive, send):
@@ -68,7 +72,7 @@ async def an_intake(timeout_s=60.0, most=8, token=None):
 
         return PlainTextResponse(str(error), status_code=error.status)
 
-    bodies = PendingBodies(timeout_s, most)
+    bodies = PendingBodies(timeout_s, most, max_bytes)
     intake = Intake(app, Access(token), bodies, answer)
     yield (lambda caller: intake(caller.scope, caller.receive, caller.send)), bodies_seen
 
@@ -107,6 +111,123 @@ def test_a_body_that_never_comes_is_given_up():
             caller.put(b"a", more_body=True)
             await ask(caller)
             assert (caller.status, seen) == (408, [])
+
+    asyncio.run(run())
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """A loop whose time goes on only where a test says so."""
+
+    now_s = 0.0
+
+    def time(self):
+        return self.now_s
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "every_s", "status"),
+    [
+        (250_000 // 4, 0.25, 200),
+        (20_000, 1.0, 200),
+        (90_000, 5.0, 200),
+        (1, 1.0, 408),
+        (9_000, 1, 408),
+    ],
+)
+def test_a_slow_body_is_read_as_long_as_it_goes_on(num_bytes, every_s, status):
+    """The first is a photo of 3 MB at 2 Mbit/s; others come at less than 16 KiB/s."""
+
+    async def run(loop):
+        async with an_intake(timeout_s=10.0, max_bytes=4_000_000) as (ask, seen):
+            caller = Caller([(b"content-length", b"3000000")])
+            task, sent = asyncio.create_task(ask(caller)), 0
+            while sent < 3_000_000 and not task.done():
+                sent += num_bytes
+                caller.put(b"x" * num_bytes, more_body=sent < 3_000_000)
+                loop.now_s += every_s
+                for _ in range(20):
+                    await asyncio.sleep(0)
+            await task
+            assert caller.status == status
+            assert [len(one) >= 3_000_000 for one in seen] == [True] * (status == 200)
+
+    with asyncio.Runner(loop_factory=Clock) as runner:
+        runner.run(run(runner.get_loop()))
+
+
+PLAIN = b'{"prompt": "aaaa"}' * 50
+
+
+def by(codec):
+    return lambda data: pa.Codec(codec).compress(data, asbytes=True)
+
+
+ENCODERS = {
+    "gzip": gzip.compress, "x-gzip": gzip.compress, "GZIP": gzip.compress, "identity": bytes,
+    "deflate": zlib.compress, "zstd": by("zstd"), "br": by("brotli"),
+    "gzip, zstd": lambda data: by("zstd")(gzip.compress(data)), "": bytes,
+    "zstd,": lambda data: by("zstd")(data[:100]) + by("zstd")(data[100:]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("coding", ENCODERS)
+def test_an_encoded_body_is_decoded(coding):
+    async def run():
+        async with an_intake() as (ask, seen):
+            body = ENCODERS[coding](PLAIN)
+            length = (b"content-length", b"%d" % len(body))
+            caller = Caller([length, (b"content-encoding", coding.encode()), (b"x-a", b"b")])
+            caller.put(body)
+            await ask(caller)
+            assert (caller.status, seen) == (200, [PLAIN])
+            names = [name for name, _ in caller.scope["headers"]]
+            is_decoded = coding not in ("", "identity")
+            assert (b"content-encoding" in names) == (not is_decoded)
+            assert b"x-a" in names
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "zstd", "br"])
+def test_an_encoded_body_that_is_too_large_or_broken_is_refused_early(coding):
+    async def refused(body, **options):
+        async with an_intake(**options) as (ask, seen):
+            caller = Caller([(b"content-encoding", coding.encode())])
+            caller.put(body)
+            await ask(caller)
+            assert seen == []
+            return caller.status
+
+    async def run():
+        encoded = ENCODERS[coding]
+        bomb = encoded(bytes(300 << 20))
+        assert len(bomb) < MAX_BODY_BYTES
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert await refused(bomb) == 413
+        # Kilobytes on Linux: all of it would take 300 MiB.
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+        assert await refused(encoded(PLAIN), max_bytes=len(PLAIN) - 1) == 413
+        for broken in (encoded(PLAIN)[:-5], b"garbage of some length", PLAIN):
+            assert await refused(broken) == 400
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("coding", "named"),
+    [
+        (b"compress", "'compress'"), (b"gzip, X", "'gzip, x'"), (b"\xff", "'ÿ'"),
+        (b"gzip, gzip, gzip", "'gzip, gzip, gzip'"),
+    ],
+)  # fmt: skip
+def test_an_unknown_encoding_is_refused_by_name_without_reading(coding, named):
+    async def run():
+        async with an_intake() as (ask, seen):
+            caller = Caller([(b"content-encoding", coding)])
+            await ask(caller)
+            assert (caller.status, caller.num_read, seen) == (415, 0, [])
+            reason = caller.sent[1]["body"].decode()
+            assert reason.startswith(f"content-encoding {named} is not known; send one of gzip, ")
 
     asyncio.run(run())
 
