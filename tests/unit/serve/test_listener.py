@@ -151,7 +151,7 @@ def test_a_connection_that_says_nothing_more_is_closed_after_its_answer():
 
 def test_an_empty_line_after_an_answer_does_not_keep_a_connection():
     async def test():
-        async with a_listener(keep_alive_s=1, head_timeout_s=0.2) as (port, _, _):
+        async with a_listener(keep_alive_s=30, head_timeout_s=1.0) as (port, _, _):
             _, reader, writer = await ask(port)
             writer.write(b"\r\n")
             assert (await reader.read()).startswith(b"HTTP/1.1 408")

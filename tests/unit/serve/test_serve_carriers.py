@@ -315,7 +315,7 @@ def test_a_replica_that_fails_is_ejected_for_all_carriers_and_its_requests_go_el
         assert site.value("retries_total", pool="theirs") == 3
         assert site.value("ejections_total", pool="theirs") == 1
 
-    run(test, num_endpoints=2)
+    run(test, num_endpoints=2, outlier_ejection={"base_s": 60.0})
 
 
 def test_what_an_endpoint_has_against_a_request_arrives_as_it_is():
