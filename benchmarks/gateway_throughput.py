@@ -25,6 +25,7 @@ import time
 import urllib.request
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -112,7 +113,7 @@ class Args:
     """Environment of LiteLLM's proxy (`make rivals`: .rivals/litellm), which takes turns before the
     stub's ports."""
     before: Path | None = None
-    """Another checkout, whose gateway before a pool of its own takes turns with the others."""
+    """Another checkout, whose gateways take turns with those of this one."""
     starts: int = 0
     """Times that a gateway is started and stopped, in place of all else."""
     json: ResultFile | None = None
@@ -568,8 +569,8 @@ def main(args: Args) -> None:
             return show([measure_start(ports[:2]) for _ in range(args.starts)], args)
         others = {
             "thin": lambda: started("thin Ray Serve", thin_port, thin),
-            "endpoints": lambda: gateway("tokenyard", external_pool(ports)),
-            "own": lambda: gateway("tokenyard, own pool", own_pool()),
+            "endpoints": partial(gateway, "tokenyard", external_pool(ports)),
+            "own": partial(gateway, "tokenyard, own pool", own_pool()),
         }
         servers = [alone, *(stack.enter_context(others[name]()) for name in args.servers)]
         if args.litellm is not None:
@@ -578,8 +579,10 @@ def main(args: Args) -> None:
             pool, name = external_pool(ports), f"tokenyard, {number} carriers"
             servers.append(stack.enter_context(gateway(name, pool, carriers=number)))
         if args.before is not None:
-            before = gateway("own pool before", own_pool(), args.before)
-            servers.append(stack.enter_context(before))
+            pools = {"endpoints": external_pool(ports), "own": own_pool()}
+            for name in pools.keys() & args.servers:
+                before = gateway(f"before, {name}", pools[name], args.before)
+                servers.append(stack.enter_context(before))
         # Whoever asks gives way, so that it is the servers that are measured.
         os.nice(_NICE)
         rows = measure(servers, args)
