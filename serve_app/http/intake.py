@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
-import pyarrow as pa
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
@@ -248,6 +247,8 @@ def _decoded(body: bytes, coding: str, max_bytes: int) -> bytes:
     Raises:
         TooMuch: It is larger, or not encoded so.
     """
+    import pyarrow as pa  # Large, and few callers encode bodies.
+
     try:
         stream = pa.CompressedInputStream(pa.BufferReader(body), _CODECS[coding])
         decoded: bytes = stream.read(max_bytes + 1)
