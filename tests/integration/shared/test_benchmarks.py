@@ -91,6 +91,17 @@ def test_ppo_and_search_are_compared_run_by_run(own_ray, monkeypatch, tmp_path, 
 
 
 @pytest.mark.integration
+def test_the_start_of_a_gateway_is_measured_without_anything_else(tmp_path):
+    path = tmp_path / "rows.json"
+    command = [sys.executable, ROOT / "benchmarks/gateway_throughput.py", "--starts", "1"]
+    subprocess.run([*command, "--json", path], check=True, capture_output=True)
+    check_rows(path, {"cpu_s", "start_s", "rss_mb", "pss_mb", "processes", "stop_s"})
+    (row,) = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert row["processes"] == 1
+    assert row["rss_mb"] < 400, "something large is imported"
+
+
+@pytest.mark.integration
 def test_a_benchmark_is_a_command(tmp_path):
     path = tmp_path / "rows.json"
     command = [sys.executable, ROOT / "benchmarks/decision_latency.py", "--num-replicas", "3"]
