@@ -125,8 +125,8 @@ class Forwarder:
             patience.has_head = True
             await self._check_status(connection)
             self._read_head(connection, attempt)
-            is_encoded = any(name == b"content-encoding" for name, _ in connection.headers)
-            if _sends_events(connection, call) and not is_encoded:
+            encodings = (name for name, _ in connection.headers if name == b"content-encoding")
+            if _sends_events(connection, call) and not any(encodings):
                 await _hand_on_events(connection, attempt, patience, self._at_once)
             else:
                 await self._hand_on_whole(connection, attempt, patience)

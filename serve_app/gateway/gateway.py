@@ -430,7 +430,7 @@ class Gateway:
 
     def begin_at(self, answer: Answer, replica: ReplicaState) -> None:
         """Note that a replica has begun to answer, which others may have failed to do."""
-        self._placement.note_begun(replica, answer.needs)
+        self._placement.note_begun(replica, answer)
         if answer.suspects:
             self._blame_suspects(answer)
 

@@ -299,11 +299,12 @@ class Placement:
         if model is not None:
             self._listed[lacking] = model, replica.info.models
 
-    def note_begun(self, replica: ReplicaState, needs: tuple[str, bytes]) -> None:
-        """Note that a replica has begun to answer."""
+    def note_begun(self, replica: ReplicaState, asked: Placeable) -> None:
+        """Note that a replica has begun to answer a request."""
         self._full.forget((replica.replica_id,))
-        for need in needs:
-            self._lacks.forget((replica.replica_id, need))
+        if self._lacks:
+            for need in asked.needs:
+                self._lacks.forget((replica.replica_id, need))
 
     def state_of(self, replica: ReplicaState, now_s: float) -> ReplicaStatus:
         """Whether a replica could be sent a request at a time, Unix time, seconds, or why not."""

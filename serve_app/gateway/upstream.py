@@ -122,6 +122,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._hang_up: select.poll | None = None
         self._lost = False
         self._begin()
 
@@ -163,12 +164,7 @@ class Connection(asyncio.Protocol):
     @property
     def is_closed_there(self) -> bool:
         """Whether the endpoint has closed it, which the event loop may not have told yet."""
-        sock = self._transport.get_extra_info("socket") if self._transport else None
-        if sock is None or not hasattr(select, "POLLRDHUP"):
-            return False
-        poll = select.poll()
-        poll.register(sock.fileno(), select.POLLRDHUP)
-        return bool(poll.poll(0))
+        return self._hang_up is not None and bool(self._hang_up.poll(0))
 
     def send(self, head: bytes, body: bytes) -> bool:
         """Send a request; its answer is the next that is read. False: the connection was lost."""
@@ -247,7 +243,11 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport."""
         self._transport = cast(asyncio.Transport, transport)
-        _notice_lost_host(transport.get_extra_info("socket"))
+        sock = transport.get_extra_info("socket")
+        _notice_lost_host(sock)
+        if hasattr(select, "POLLRDHUP"):  # Linux has it.
+            self._hang_up = select.poll()
+            self._hang_up.register(sock.fileno(), select.POLLRDHUP)
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, and wake whoever reads."""
