@@ -2,7 +2,7 @@
 
 | fault | what an endpoint says | what follows, another being asked in all cases but the first |
 |---|---|---|
-| `CALLER` | any other status from 400 to 499 | the caller gets it as it is |
+| `CALLER` | any other status from 400 to 499, and some 500 of llama.cpp | the caller gets it |
 | `ROOM` | 429, 503, 529 | it is left alone, and for longer each time |
 | `LACKS` | it does not know the model, the adapter or the route | it is not asked for that |
 | `ENDPOINT` | all else: its own failure, or the key of the pool | several in a row eject it |
@@ -40,6 +40,11 @@ _UNKNOWN_MODEL = re.compile(
     r"|\b(unknown|invalid|no such) (model|adapter|lora)\b",
     re.IGNORECASE | re.DOTALL,
 )
+_CALLERS_500 = re.compile(
+    r"\b(image|audio|video) input is not supported|\bfailed to parse (messages|tools)\b",
+    re.IGNORECASE,
+)
+"""What llama.cpp answers 500 to, and every endpoint with the same model would."""
 _NO_SUCH_ROUTE = ("", "notfound", "filenotfound")
 
 
@@ -102,6 +107,8 @@ def _read(fields: Mapping[str, Any], status: int | None) -> EndpointError:
         status = named or 500
     elif status == 500 and named is not None and named < 500:
         status = named
+    if status == 500 and _CALLERS_500.search(message):
+        status = 400
     is_about_model = status in (400, 404, 422) and (
         _plain(error.get("code")) == "modelnotfound" or bool(_UNKNOWN_MODEL.search(message))
     )

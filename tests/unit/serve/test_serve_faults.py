@@ -30,6 +30,9 @@ from serve_app.gateway.replicas import EngineStatus
 from serve_app.policy.manager import PolicyManager
 
 TOO_LONG = "Input is longer than the context: 9000 > 8192 tokens"
+NO_IMAGES = (
+    "image input is not supported - hint: if this is unexpected, you may need to provide the mmproj"
+)
 UNKNOWN = (
     b'{"object":"error","message":"The model `m` does not exist.","type":"NotFoundError",'
     b'"param":null,"code":404}'
@@ -58,6 +61,8 @@ CALLERS = [
         (413, {}, Fault.CALLER),
         (422, {"detail": [{"msg": "odd"}]}, Fault.CALLER),
         (500, an_error("odd", code=400), Fault.CALLER),
+        (500, an_error(NO_IMAGES, type="server_error", code=500), Fault.CALLER),
+        (500, an_error("Failed to parse messages: Missing 'role'", code=500), Fault.CALLER),
         (404, an_error("Response with id 'resp_1' not found.", code=404), Fault.CALLER),
         (429, an_error("slow down"), Fault.ROOM),
         (503, "Loading model", Fault.ROOM),
@@ -74,6 +79,7 @@ CALLERS = [
         (401, {"error": "Unauthorized"}, Fault.ENDPOINT),
         (408, {}, Fault.ENDPOINT),
         (500, an_error("EngineCore encountered an issue"), Fault.ENDPOINT),
+        (500, an_error("CUDA error: operation not supported"), Fault.ENDPOINT),
         (502, "", Fault.ENDPOINT),
         (307, "", Fault.ENDPOINT),
     ],
@@ -87,6 +93,7 @@ def test_one_table_says_whose_fault_a_status_is(status, body, fault):
     ("event", "fault"),
     [
         *((one, Fault.CALLER) for one in CALLERS),
+        (an_error(NO_IMAGES, type="server_error", code=500), Fault.CALLER),
         (an_error("busy", type="rate_limit_error"), Fault.ROOM),
         (an_error("sleeping", code=503), Fault.ROOM),
         (an_error("The model `m` does not exist.", type="NotFoundError"), Fault.LACKS),
@@ -141,6 +148,20 @@ def test_an_event_that_names_the_callers_mistake_is_its_400_and_ejects_nobody(ev
         assert not gateway.outliers.watches
 
     run(test, 3, outlier_ejection=AT_ONCE)
+
+
+def test_an_image_that_no_endpoint_takes_is_the_callers_400_though_llamacpp_answers_500():
+    async def test(client, gateway, endpoints):
+        told = an_error(NO_IMAGES, type="server_error", code=500)
+        for one in endpoints:
+            one.status, one.script = 500, (json.dumps(told).encode(),)
+        for number in range(1, 6):
+            answer = await client.post("/v1/completions", json=BODY)
+            assert (answer.status_code, answer.json()) == (400, told)
+            assert sum(one.num_asked for one in endpoints) == number
+        assert not gateway.outliers.watches
+
+    run(test, 2, outlier_ejection=AT_ONCE)
 
 
 def test_a_mistake_that_shows_after_the_first_token_ejects_nobody_either():
