@@ -19,7 +19,10 @@ RIVALS := $(or $(TOKENYARD_RIVALS),.rivals)
 # Clients of others, for tests/integration/serve/test_clients.py: an environment each, as they pin other versions.
 CLIENTS := $(or $(TOKENYARD_CLIENTS),.clients)
 
-.PHONY: sweep kernels test test-all test-recorded test-cluster claims drills check serve demo mlflow bench install install-locked sbom audit rivals clients
+# Engines of others, for tests/engines: an environment each.
+ENGINES := $(or $(TOKENYARD_ENGINES),.engines-real)
+
+.PHONY: sweep kernels test test-all test-recorded test-cluster test-engines claims drills check serve demo mlflow bench install install-locked sbom audit rivals clients engines-real
 .DEFAULT_GOAL := sweep
 
 # Modules are compiled when they are first imported: most of what Ray, torch and MLflow bring never is.
@@ -74,7 +77,7 @@ test: kernels ## At every change: what starts no process, and one of each kind t
 	$(IN_TWO)
 
 test-all: kernels ## Before a change lands: all but the cluster, at full size; last what needs the machine.
-	$(IN_TWO) --hypothesis-profile=thorough -m "not (integration or cluster)"
+	$(IN_TWO) --hypothesis-profile=thorough -m "not (integration or cluster or engines)"
 	$(BIN)/pytest --durations=25 --hypothesis-profile=thorough -m "integration and not cluster"
 
 test-recorded: kernels ## What reads published traces, which others skip: TOKENYARD_DATA is the folder that has them.
@@ -93,6 +96,19 @@ $(CLIENTS)/%/.installed: clients/%.txt
 	test -d $(@D)/bin || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --requirement $<
 	touch $@
+
+engines-real: $(patsubst engines-real/%.txt,$(ENGINES)/%/.installed,$(wildcard engines-real/*.txt)) ## Engines that have to work as they are: llama.cpp, and vLLM on CPU (2.5 GB). In .engines-real.
+
+# A file names all that is installed: what wheels ask for beyond it does not fit, or has to be compiled.
+# torch alone brings what it needs, which depends on the index.
+$(ENGINES)/%/.installed: engines-real/%.txt
+	test -d $(@D)/bin || $(PYTHON) -m venv $(@D)
+	sed -n '/^torch==/p' $< | xargs -r $(@D)/bin/pip install --quiet
+	$(@D)/bin/pip install --quiet --no-deps --requirement $<
+	touch $@
+
+test-engines: .venv/.dev $(ENGINES)/llamacpp/.installed ## A gateway before llama.cpp, and before vLLM where `make engines-real` has installed it.
+	$(BIN)/pytest -m engines -rs --durations=10 tests/engines
 
 test-cluster: .venv/.dev ## cluster.yaml on hosts made of namespaces: needs root, sshd and rsync.
 	$(BIN)/pytest -m cluster -rs tests/cluster

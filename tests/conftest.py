@@ -16,7 +16,7 @@ from tokenyard.workload.paths import TRACE_FILES, data_folders
 
 MOST_CPU_S = 15.0
 """CPU time of a test at every change: thrice what any takes, as machines differ."""
-UNLIMITED = {"slow", "integration", "cluster"}
+UNLIMITED = {"slow", "integration", "cluster", "engines"}
 RAY_FIXTURES = {"ray_cluster", "own_ray"}
 # Where Ray's workers find what tests let them run.
 WORKER_PATH = [str(Path(__file__).parent), str(Path(__file__).parent / "integration")]
