@@ -340,7 +340,7 @@ def test_a_turn_in_which_somebody_changed_the_policy_is_void(gateway, trace, tmp
 
 def test_a_replay_of_another_policy_than_it_began_with_is_void_as_a_whole(gateway, trace, tmp_path):
     def after_post(handler):
-        if gateway.num_posts == 3:
+        if gateway.num_posts >= 3:
             gateway.policy = "round_robin"
 
     gateway.after_post = after_post
@@ -354,9 +354,12 @@ def test_a_replay_of_another_policy_than_it_began_with_is_void_as_a_whole(gatewa
 def test_what_was_measured_before_an_interrupt_is_printed_and_written(
     gateway, trace, tmp_path, capsys, number
 ):
+    numbers = [number]
+
     def after_post(handler):
-        if gateway.num_posts == 13:
-            os.kill(os.getpid(), number)
+        # Two that are answered at once may count to 14 before either looks.
+        if gateway.num_posts >= 13 and numbers:
+            os.kill(os.getpid(), numbers.pop())
 
     gateway.after_post = after_post
     path = tmp_path / "rows.json"
