@@ -353,7 +353,7 @@ def live_scenario(
     fields = base.model_dump(mode="json", exclude_defaults=True, exclude={"held_out_trace"})
     fleet = base.required_fleet.model_dump(mode="json", exclude_defaults=True, exclude={"classes"})
     keys = MeasuredReplica.model_fields
-    fleet["replicas"] = [{key: row[key] for key in keys} for row in replicas]
+    fleet["replicas"] = [{key: row[key] for key in keys if key in row} for row in replicas]
     slo = (
         f"SLO: a response in {base.slo_response_s:g} s, of {base.name}, as the gateway tells none."
     )

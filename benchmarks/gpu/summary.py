@@ -26,7 +26,6 @@ from tokenyard.perf.models import Llm
 from tokenyard.perf.profiles import ITERATION_COLUMNS, read_iterations
 from tokenyard.perf.replica import Replica
 from tokenyard.provenance import command_line, git_sha, write_result
-from tokenyard.routing.fleet import MeasuredReplica
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.twin import agreement, simulate
 from tokenyard.workload.trace import Trace
@@ -122,13 +121,11 @@ def _forecast(
 ) -> dict[str, dict[str, float]]:
     """Simulate the same requests on the engines as they were timed."""
     profiles = fleet.read_profiles(Table(out / "fleet_profiles.csv", fleet.PROFILE))
-    replicas = [
-        MeasuredReplica(name=name, **profile.model_dump(exclude={"source"}))
-        for name, profile in profiles.items()
-    ]
+    replicas = [{"name": name, **profile.model_dump()} for name, profile in profiles.items()]
     base = load_scenario(known.scenario)
     path = out / "fleet.yaml"
-    path.write_text(yaml.safe_dump(live_scenario(base, replicas, "gpu_fleet"), sort_keys=False))
+    live = live_scenario(base, replicas, [], "gpu_fleet")
+    path.write_text(yaml.safe_dump(live, sort_keys=False))
     lengths = (sent[name].to_numpy() for name in ("context_tokens", "generated_tokens"))
     trace = Trace(sent["arrival_s"].to_numpy(), *lengths)
     return simulate(load_scenario(str(path)), base.name, trace, names, seed=0)
