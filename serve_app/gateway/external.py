@@ -136,17 +136,13 @@ class ExternalBackend:
         self._endpoints: dict[str, _Endpoint] = {}
         self._news: dict[str, _Endpoint] = {}
         """Endpoints of which the table has not been told what they said last, in order."""
+        self.max_model_tokens: float = pool.max_model_tokens or math.inf
+        """Longest prompt plus output that an endpoint takes; infinite: nobody says."""
         self._lengths: dict[str, int] = {}
         """Longest prompt plus output that each says it takes; 0: it does not say."""
         self._tasks: list[asyncio.Task[None]] | None = None
         self._note: Note = lambda *_: None
         self._settle()
-
-    @property
-    def max_model_tokens(self) -> float:
-        """Longest prompt plus output that an endpoint takes; infinite: nobody says."""
-        lengths = self._lengths.values()
-        return self.settings.max_model_tokens or max(lengths, default=0) or math.inf
 
     def start(self, note: Note | None = None) -> None:
         """Begin to scrape and to look for endpoints; must be called on the event loop.
@@ -218,6 +214,9 @@ class ExternalBackend:
                 table.keep(self.name, self._endpoints)
                 for connection in [*one.origin.idle]:
                     connection.close()
+        # Here, and not where it is read: every request reads it several times.
+        longest = max(self._lengths.values(), default=0)
+        self.max_model_tokens = self.settings.max_model_tokens or longest or math.inf
 
     def describe(self) -> dict[str, Any]:
         """Tell where endpoints come from, and what is wrong with that."""

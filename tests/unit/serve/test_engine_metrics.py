@@ -19,6 +19,7 @@ from serve_app.gateway.engine_metrics import (
     read_models,
     with_page,
 )
+from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.replicas import EndpointInfo
 
 VLLM = """\
@@ -347,8 +348,10 @@ def test_a_length_that_nobody_says_is_left_out_and_the_files_wins():
             (model,) = (await client.get("/v1/models")).json()["data"]
             assert "max_model_len" not in model
             (pool,) = gateway.backends.values()
-            pool.settings = pool.settings.model_copy(update={"max_model_tokens": 64})
+            known = pool.settings.model_copy(update={"max_model_tokens": 64})
+            gateway.backends["theirs"] = other = ExternalBackend(known, "m", gateway.metrics)
             (model,) = (await client.get("/v1/models")).json()["data"]
             assert model["max_model_len"] == 64
+            await other.stop()
 
     asyncio.run(unknown())
