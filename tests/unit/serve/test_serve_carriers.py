@@ -311,6 +311,8 @@ def test_a_replica_that_fails_is_ejected_for_all_carriers_and_its_requests_go_el
         for port in site.ports * 8:
             async with RawCaller.to(port) as caller:
                 assert (await caller.ask(CHAT, BODY))[0] == 200
+            # The caller may have its answer before the decider hears of the failure.
+            await until(lambda: not site.gateway.in_flight)
         assert len(bad.asked) == 3
         assert site.value("retries_total", pool="theirs") == 3
         assert site.value("ejections_total", pool="theirs") == 1
