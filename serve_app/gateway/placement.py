@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from serve_app.gateway.history import History
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.order import bounded_key
 from serve_app.gateway.outliers import BackOff, OutlierDetector
-from serve_app.gateway.realtime import RealtimePriority
 from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
 from serve_app.policy.experiment import Arm
 from serve_app.policy.manager import PolicyManager
@@ -176,9 +174,6 @@ class Placement:
         self._ray: Any = None  # `serve_app.router.RayDefault`, once it was asked.
         self._sent = SentQueues()
         """What may wait at each replica, while somebody who decides looks at it."""
-        self.realtime = RealtimePriority()
-        """Of the thread that decides."""
-        self._others_went_s = 0.0
 
     def refresh(self) -> float:
         """Bring the table of replicas up to date; return the time."""
@@ -196,8 +191,6 @@ class Placement:
         started_ns, by_ray = time.perf_counter_ns(), None
         if self._manager.policy.name == RAY_DEFAULT:
             by_ray = await self._ask_ray(asked.tried)
-        if by_ray is None:
-            self._let_others_go()
         return self._pick(asked, by_ray, started_ns)
 
     def pick_now(self, asked: Placeable) -> Pick | None:
@@ -209,9 +202,8 @@ class Placement:
         return self._pick(asked, None, time.perf_counter_ns())
 
     def _pick(self, asked: Placeable, by_ray: str | None, started_ns: int) -> Pick | None:
-        with self.realtime.section():
-            now_s = self.refresh()
-            pick = self._decide(asked, now_s, by_ray, started_ns)
+        now_s = self.refresh()
+        pick = self._decide(asked, now_s, by_ray, started_ns)
         if pick is not None:
             self._reserve(asked, pick, now_s)
         return pick
@@ -324,17 +316,6 @@ class Placement:
         if not len(rows):
             return None
         return float(self._table.snapshots(rows, Prompt([0])).columns[:, WAIT_S].min())
-
-    def _let_others_go(self) -> None:
-        """Let threads that wait for the interpreter go first, or they interrupt the decision.
-
-        They interrupt after waiting for the switch interval, so those that came after others were
-        last let go can be left waiting for half as long: to let them go costs more than a choice.
-        """
-        now_s = time.monotonic()
-        if now_s - self._others_went_s > sys.getswitchinterval() / 2:
-            time.sleep(0)
-            self._others_went_s = time.monotonic()
 
     def _decide(
         self, asked: Placeable, now_s: float, by_ray: str | None, started_ns: int
