@@ -26,7 +26,8 @@ import tyro
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from serve_app.engines.base import EngineConfig, Sampling
+from serve_app.engine_config import EngineConfig
+from serve_app.engines.base import Sampling
 from serve_app.engines.models import find_model, read_shape
 from serve_app.engines.sharded.engine import ShardedEngine
 from tokenyard.provenance import ResultFile, report

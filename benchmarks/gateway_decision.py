@@ -25,13 +25,14 @@ import tyro
 from rich.table import Table
 
 from serve_app.cluster import Cluster, EngineProfile
+from serve_app.engines.base import EngineStatus
 from serve_app.gateway import interpreter
 from serve_app.gateway.answer import Answer
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.exchange import Attempt, Call, Headers, InferenceRequest
 from serve_app.gateway.gateway import Gateway, _Attempt
 from serve_app.gateway.placement import Pick
-from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
+from serve_app.gateway.replicas import Prompt, ReplicaTable
 from serve_app.policy.manager import PolicyManager
 from tokenyard.problem import Row
 from tokenyard.provenance import ResultFile, report

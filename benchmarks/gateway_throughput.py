@@ -38,7 +38,8 @@ import uvloop
 import yaml
 from rich.table import Table
 
-from serve_app.engines.base import Chunk, Engine, EngineConfig, EngineStats, Sampling
+from serve_app.engine_config import EngineConfig
+from serve_app.engines.base import Chunk, Engine, EngineStats, Sampling
 from serve_app.http.free_port import free_port
 from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.types import OrderKey

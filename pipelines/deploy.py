@@ -38,7 +38,7 @@ from serve_app.app import (
 )
 from serve_app.cluster import Cluster
 from serve_app.gateway.decision_log import DecisionLog
-from serve_app.http.decide_schema import PolicyCard
+from serve_app.policy.card import PolicyCard
 from tokenyard.config import sentence_of
 from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.routing.fleet import AnyReplica
@@ -329,7 +329,7 @@ def _connect(address: str | None, num_cpus: float) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
-    from serve_app.ray_serve import private
+    from serve_app import ray_private
 
     options: dict[str, Any] = {}
     if address is None:
@@ -337,7 +337,7 @@ def _connect(address: str | None, num_cpus: float) -> None:
         num = max(os.cpu_count() or 1, math.ceil(num_cpus))
         options = {"address": "local", "num_cpus": num, "include_dashboard": False}
     else:
-        private.check_alive(address, _REACH_S)
+        ray_private.check_alive(address, _REACH_S)
     others, reason = psutil.Process().children(recursive=True), ""
     for _ in range(_STARTS if address is None else 1):
         try:

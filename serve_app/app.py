@@ -149,11 +149,11 @@ class GatewayReplica:
         self._registry = registry
         if cluster.needs_ray:
             from serve_app.allocation.replica_sets import make_allocator
-            from serve_app.ray_serve.replica import load_tokenizers
+            from serve_app.ray_serve.replica import bind_pool, load_tokenizers
 
             self._tokenizers = load_tokenizers(cluster)
             self._allocator = make_allocator(
-                APP_NAME, self._gateway, backends, registry, options.decision_log
+                APP_NAME, self._gateway, backends, bind_pool, registry, options.decision_log
             )
         parts: dict[str, Remembers] = {"outliers": self._gateway.outliers, "limits": limits}
         if self._allocator is not None:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from serve_app.endpoints import AnyEndpoint, GatewayPath, MetricNames, Pattern, ServiceDiscovery
-from serve_app.engines.base import EngineConfig
+from serve_app.engine_config import EngineConfig
 from tokenyard.allocation.types import Parallelism
 from tokenyard.config import FrozenModel, fitted, read_fields
 from tokenyard.routing.fleet import EngineSpeed, IterationSpeed, requests_per_s

@@ -1,16 +1,14 @@
 """Routers of Ray Serve.
 
 `ChosenReplicaRouter` calls one replica of a pool of ours by name and knows which there are; what
-callers ask does not go through it. `RayDefault` is Ray's own choice over the replicas of several
-deployments, and `PolicyRequestRouter` decides by policy within any one deployment that names it in
-its `request_router_config`.
+callers ask does not go through it. `PolicyRequestRouter` decides by policy within any one
+deployment that names it in its `request_router_config`.
 """
 
 from __future__ import annotations
 
 import logging
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -23,13 +21,15 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
+from serve_app import ray_private
 from serve_app.cluster import CircuitBreakerSettings, EngineProfile
 from serve_app.engines.tokenizer import EstimatingTokenizer, plain_chat
+from serve_app.gateway import router_registry
+from serve_app.gateway.backends import profile_of, status_of
 from serve_app.gateway.clocks import RemoteClocks, steady_unix_s
 from serve_app.gateway.generation import ReplicaFailed, ReplicaFull
-from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
+from serve_app.gateway.replicas import Prompt, ReplicaTable
 from serve_app.policy.manager import PolicyManager
-from serve_app.ray_serve import private, router_registry
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.types import Request
 
@@ -44,7 +44,7 @@ class ChosenReplicaRouter(RequestRouter):
     reason `_choose_replica_for_request` is replaced, which is where a call and its replica meet.
 
     One instance lives in each process that has a handle to the pool; the gateway finds its own in
-    `serve_app.ray_serve.router_registry`. Serve runs it in a thread of its own, which
+    `serve_app.gateway.router_registry`. Serve runs it in a thread of its own, which
     only replaces `live` and counts `version`.
     """
 
@@ -83,56 +83,6 @@ class ChosenReplicaRouter(RequestRouter):
         if is_retry:
             raise ReplicaFull(f"replica {chosen} takes no more requests for now")
         return found[0]
-
-
-class RayDefault:
-    """Ray Serve's power of two choices, its own code, over the replicas of all pools.
-
-    Serve runs it within one deployment. Here it is given the replicas of several, and is told what
-    a handle would tell it: what was sent, what came back, and how long queues are.
-    """
-
-    def __init__(self) -> None:
-        """Start without replicas; must be called on the event loop that asks."""
-        self._router = private.PowerOfTwoChoicesRequestRouter(
-            deployment_id=private.DeploymentID("all-pools", "tokenyard"),
-            handle_source=private.DeploymentHandleSource.REPLICA,
-            use_replica_queue_len_cache=True,
-            self_node_id=None,
-            prefer_local_node_routing=False,
-            prefer_local_az_routing=False,
-            self_availability_zone=None,
-        )
-
-    def update(self, replicas: Sequence[RunningReplica]) -> None:
-        """Take the replicas of all pools."""
-        known = self._router.curr_replicas
-        if {r.replica_id for r in replicas} != set(known):
-            self._router.update_replicas(list(replicas))
-
-    async def choose(self) -> str:
-        """Return the id of the replica that Ray would send the next request to."""
-        metadata = private.RequestMetadata(
-            request_id=uuid.uuid4().hex, internal_request_id=uuid.uuid4().hex
-        )
-        pending = PendingRequest(args=[], kwargs={}, metadata=metadata)
-        replica = await private.choose_replica(self._router, pending)
-        self._router.on_send_request(replica.replica_id)
-        chosen: str = replica.replica_id.unique_id
-        return chosen
-
-    def finished(self, replica_id: str) -> None:
-        """Note that a request has left a replica."""
-        for known in self._router.curr_replicas:
-            if known.unique_id == replica_id:
-                self._router.decrement_queue_len_cache(known)
-                return
-
-    def died(self, replica_id: str) -> None:
-        """Note that a replica does not answer."""
-        for known in list(self._router.curr_replicas):
-            if known.unique_id == replica_id:
-                self._router.on_replica_actor_died(known)
 
 
 class PolicyRequestRouter(FIFOMixin, RequestRouter):
@@ -209,14 +159,19 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         return [[by_id[ids[i]]] for i in (choice.index, *order)]
 
     def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: private.ReplicaID, result: ReplicaResult
+        self,
+        pending_request: PendingRequest,
+        replica_id: ray_private.ReplicaID,
+        result: ReplicaResult,
     ) -> None:
         """Reserve a place at the replica that got the request, which may be another's pick."""
         prompt = Prompt(self._token_ids(pending_request))
         self._reserve(pending_request, replica_id.unique_id, prompt)
         self._unsent.pop(pending_request.metadata.internal_request_id, None)
 
-    def on_request_completed(self, replica_id: private.ReplicaID, internal_request_id: str) -> None:
+    def on_request_completed(
+        self, replica_id: ray_private.ReplicaID, internal_request_id: str
+    ) -> None:
         """Give its place back."""
         self._unsent.pop(internal_request_id, None)
         self._close(internal_request_id)
@@ -287,24 +242,3 @@ def _fields(value: object) -> Mapping[str, Any]:
     if hasattr(value, "model_fields_set"):
         return vars(value)
     return asdict(value) if hasattr(value, "__dataclass_fields__") else {}  # type: ignore[call-overload]
-
-
-def profile_of(replica: RunningReplica) -> EngineProfile | None:
-    """Return the speed that a replica has published; None: it has not."""
-    profile = replica.replica_metadata.get("profile")
-    return None if profile is None else EngineProfile(**profile)
-
-
-def status_of(replica: RunningReplica) -> EngineStatus | None:
-    """Return the state that a replica has published; None: it has not."""
-    stats = replica.routing_stats
-    if not stats or "observed_at_s" not in stats:
-        return None
-    return EngineStatus(
-        num_waiting=int(stats["num_waiting"]),
-        num_running=int(stats["num_running"]),
-        kv_used_fraction=float(stats["kv_used_fraction"]),
-        observed_at_s=float(stats["observed_at_s"]),
-        accepting=bool(stats.get("accepting", True)),
-        max_batch=stats.get("max_batch"),
-    )

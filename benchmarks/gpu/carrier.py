@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from serve_app.cluster import EngineProfile
+from serve_app.engines.base import EngineStatus
 from serve_app.engines.sharded.messages import request_id_in
-from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaState, ReplicaTable
+from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
 from tokenyard.routing.snapshot_table import SnapshotTable
 from tokenyard.routing.types import Request, RoutingPolicy
 from tokenyard.workload.trace import Trace

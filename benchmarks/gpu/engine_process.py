@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.gpu.grid import device_name
 from benchmarks.gpu.rank_engine import RankEngine
-from serve_app.engines.base import EngineConfig
+from serve_app.engine_config import EngineConfig
 from serve_app.engines.sharded import rank
 
 _MPS = "nvidia-cuda-mps-control"

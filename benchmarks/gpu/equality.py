@@ -22,7 +22,8 @@ from benchmarks.gpu.cells import Deadline, Table
 from benchmarks.gpu.grid import device_name
 from benchmarks.gpu.rank_engine import Answers, answer, free, save_models
 from benchmarks.gpu.shapes import SHAPES
-from serve_app.engines.base import EngineConfig, EngineError
+from serve_app.engine_config import EngineConfig
+from serve_app.engines.base import EngineError
 from serve_app.engines.sharded import rank
 
 COLUMNS = ("stage", "check", "dtype", "value", "bound", "passed", "device")

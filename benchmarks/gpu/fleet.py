@@ -21,7 +21,7 @@ from benchmarks.gpu.carrier import Carrier, Sent
 from benchmarks.gpu.cells import Deadline, Table
 from benchmarks.gpu.rank_engine import save_models
 from serve_app.cluster import EngineProfile
-from serve_app.engines.base import EngineConfig
+from serve_app.engine_config import EngineConfig
 from tokenyard.perf.calibration import fit_iterations
 from tokenyard.perf.profiles import ITERATION_COLUMNS, IterationProfile
 from tokenyard.routing.artifact import DEFAULT_RULE, length_predictor

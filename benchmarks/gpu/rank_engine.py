@@ -13,7 +13,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.gpu.shapes import SHAPES, Shape
-from serve_app.engines.base import EngineConfig, EngineError, Sampling
+from serve_app.engine_config import EngineConfig
+from serve_app.engines.base import EngineError, Sampling
 from serve_app.engines.sharded import rank
 from serve_app.engines.sharded.messages import RequestNames, request_id_in
 

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.serve import Application
 
+from serve_app import ray_private
 from serve_app.allocation.allocator import Allocator, AllocatorSettings
 from serve_app.allocation.plans import check_allocation, load_plan_policy, start_of
 from serve_app.allocation.transition import Held, Shape
-from serve_app.cluster import AllocatedPool, Pool
+from serve_app.cluster import AllocatedPool, Cluster, Pool
 from serve_app.gateway.backends import Backend, ServeBackend
 from serve_app.gateway.gateway import Gateway
-from serve_app.ray_serve import private
-from serve_app.ray_serve.replica import bind_pool
 from tokenyard.allocation.telemetry import TELEMETRY_FILE, SlotRecord, append_record
 
 logger = logging.getLogger(__name__)
+
+BindPool = Callable[[Pool, Cluster], Application]
 
 _READY = ("RUNNING", "RECOVERING", "PENDING_MIGRATION")
 """Those that a new controller has not looked at yet, or whose node is to end, serve."""
@@ -41,6 +43,7 @@ class ServeReplicaSets:
         allocation: AllocatedPool,
         gateway: Gateway,
         backends: MutableMapping[str, Backend],
+        bind: BindPool,
         log: Path | None = None,
     ) -> None:
         """Know what a replica is; nothing is asked of Serve before `observe`.
@@ -50,11 +53,13 @@ class ServeReplicaSets:
             allocation: The pool.
             gateway: Whose demand counts.
             backends: The gateway's; pools are added and taken away.
+            bind: Makes Ray Serve's application of a pool.
             log: Folder that gets a line per slot (`tokenyard.allocation.telemetry`); None: no log.
         """
         self._template = allocation.template
         self._prefix = f"{prefix}-{self._template.name}-"
-        self._gateway, self._backends, self._log = gateway, backends, log
+        self._gateway, self._backends = gateway, backends
+        self._bind, self._log = bind, log
         self._wanted: dict[Shape, int] = {}
         self._alive: dict[Shape, int] = {}
         """Replicas when Serve last told of them."""
@@ -131,7 +136,7 @@ class ServeReplicaSets:
                 await asyncio.to_thread(self._run, shape, count, name)
             else:
                 await asyncio.to_thread(
-                    private.scale_deployment, name, pool_of(self._template, shape).name, count
+                    ray_private.scale_deployment, name, pool_of(self._template, shape).name, count
                 )
         except Exception:
             # As after a restart: what Serve has counts as asked for, and the rest is asked anew.
@@ -151,7 +156,7 @@ class ServeReplicaSets:
 
     def _run(self, shape: Shape, count: int, name: str) -> None:
         pool = pool_of(self._template, shape).model_copy(update={"replicas": count})
-        private.run_application(bind_pool(pool, self._gateway.cluster), name)
+        ray_private.run_application(self._bind(pool, self._gateway.cluster), name)
 
     async def _forget(self, shape: Shape) -> None:
         del self._wanted[shape]
@@ -169,6 +174,7 @@ def make_allocator(
     prefix: str,
     gateway: Gateway,
     backends: MutableMapping[str, Backend],
+    bind: BindPool,
     registry: str | None = None,
     log: Path | None = None,
 ) -> Allocator | None:
@@ -178,6 +184,7 @@ def make_allocator(
         prefix: As for `ServeReplicaSets`, like what follows.
         gateway: Whose demand counts.
         backends: The gateway's.
+        bind: Makes Ray Serve's application of a pool.
         registry: MLflow URI where champions are looked up.
         log: Folder that gets a line per slot.
 
@@ -198,7 +205,7 @@ def make_allocator(
         dry_run=allocation.dry_run,
     )
     policy, origin = load_plan_policy(allocation.policy, scenario, registry, may_ship=True)
-    pool = ServeReplicaSets(prefix, allocation, gateway, backends, log)
+    pool = ServeReplicaSets(prefix, allocation, gateway, backends, bind, log)
     return Allocator(scenario, allocation.policy, policy, pool, settings, origin=origin)
 
 

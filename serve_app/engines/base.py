@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import Literal, Protocol
 
-from pydantic import Field
-
-from serve_app.engines.emulation import Emulation
-from tokenyard.config import FrozenModel
+from serve_app.engine_config import EngineConfig
 from tokenyard.routing.types import OrderKey
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -31,46 +28,6 @@ class EngineFull(EngineError):
 
 class InvalidRequest(EngineError):
     """A request that this engine can never answer: it is too long, or makes no sense."""
-
-
-class EngineConfig(FrozenModel):
-    """What an engine runs, and on what."""
-
-    model: str
-    """Folder of a Hugging Face causal LM, a hub id, `default` for the embedded model, or
-    `emulated` for random weights of hardly any size with its tokenizer."""
-    emulates: Emulation | None = None
-    """Hardware that it stands in for; None: it is as fast as it is."""
-    tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    """Ranks that share every layer."""
-    pipeline_parallel: Annotated[int, Field(ge=1)] = 1
-    """Stages that the layers are divided into."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory that weights and KV cache may take; without GPU, of `kv_bytes`."""
-    kv_bytes: Annotated[int, Field(gt=0)] | None = None
-    """KV memory of one rank, bytes; None: what `memory_fraction` of a GPU leaves, else 256 MiB."""
-    max_batch: Annotated[int, Field(ge=1)] = 8
-    """Most sequences in the batch."""
-    token_budget: Annotated[int, Field(ge=1)] = 256
-    """Most tokens computed in one iteration."""
-    max_model_tokens: Annotated[int, Field(ge=2)] = 2048
-    """Longest prompt plus output."""
-    max_waiting: Annotated[int, Field(ge=0)] = 256
-    """Requests that may wait; one more is refused."""
-    device: Literal["auto", "cpu", "gpu"] = "auto"
-    """What a rank reserves: one GPU or one CPU; `auto`: a GPU where the cluster has any."""
-    rank_cpus: Annotated[float, Field(gt=0)] = 1.0
-    """CPUs that a rank without GPU reserves; it computes with one thread."""
-    accelerator_type: str | None = None
-    """Ray's name of the GPU that ranks must get, such as `H100`; None: any."""
-    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """After so long without being ready the start is given up."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes that hold a share of the weights."""
-        return self.tensor_parallel * self.pipeline_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +52,21 @@ class Chunk:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     """Set in the last chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What a replica tells of itself."""
+
+    num_waiting: int
+    num_running: int
+    kv_used_fraction: float
+    observed_at_s: float
+    """Unix time, seconds; by the clock of whoever holds it (`serve_app.gateway.clocks`)."""
+    accepting: bool = True
+    """Whether it takes requests; false while it drains."""
+    max_batch: int | None = None
+    """Most sequences that it runs at once now; None: as its profile says."""
 
 
 @dataclass(frozen=True, slots=True)

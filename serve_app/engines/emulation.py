@@ -13,54 +13,13 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from functools import cached_property
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field, model_validator
-
-from tokenyard.config import FrozenModel
-from tokenyard.perf.models import Precision
-from tokenyard.routing.fleet import ReplicaConfig
 from tokenyard.types import FloatArray
 
 TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")
 _CATCH_UP_S = 0.02
 """An iteration that ends later than it should lets the next one begin as much earlier, to here."""
-
-
-class Emulation(FrozenModel):
-    """Hardware and model that a replica stands in for."""
-
-    gpu: str
-    """Name in the table of GPUs (`tokenyard.perf.hardware`)."""
-    llm: str
-    """Name in the table of models (`tokenyard.perf.models`)."""
-    tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    """GPUs that share every layer."""
-    precision: Precision = "fp16"
-    time_scale: Annotated[float, Field(ge=1)] = 1.0
-    """Everything takes so many times as long, for machines that could not keep the pace."""
-
-    @model_validator(mode="after")
-    def _is_known(self) -> Emulation:
-        self._replica  # noqa: B018  Its validation says what is wrong with the names.
-        return self
-
-    @cached_property
-    def _replica(self) -> ReplicaConfig:
-        return ReplicaConfig(
-            name="emulated",
-            gpu=self.gpu,
-            model=self.llm,
-            tensor_parallel=self.tensor_parallel,
-            precision=self.precision,
-        )
-
-    @cached_property
-    def iteration(self) -> FloatArray:
-        """Seconds per iteration, prefill token, decoding sequence and KV token, shape (4,)."""
-        return self._replica.iteration * self.time_scale
 
 
 class Pace:

@@ -27,7 +27,8 @@ from urllib.parse import urljoin
 
 import httpx
 
-from serve_app.engines.base import EngineConfig, EngineError
+from serve_app.engine_config import EngineConfig
+from serve_app.engines.base import EngineError
 from tokenyard.former_names import FILES, hint
 
 DEFAULT_MODEL = "default"

@@ -27,18 +27,12 @@ from pathlib import Path
 
 import numpy as np
 
+from serve_app import ray_private
 from serve_app.cluster import EngineProfile, Pool
-from serve_app.engines.base import (
-    Engine,
-    EngineConfig,
-    EngineError,
-    EngineStats,
-    Sampling,
-    longest_tokens,
-)
+from serve_app.engine_config import EngineConfig
+from serve_app.engines.base import Engine, EngineError, EngineStats, Sampling, longest_tokens
 from serve_app.engines.sharded.engine import rank_bundles
 from serve_app.engines.tokenizer import Tokenizer
-from serve_app.ray_serve import private
 from tokenyard.perf.calibration import fit_iterations
 from tokenyard.perf.coefficients import LinearCoefficients
 from tokenyard.perf.profiles import IterationProfile
@@ -101,7 +95,7 @@ async def start_and_measure(
         vocab_size = (await tokenizer).vocab_size or _SMALLEST_VOCABULARY
         measured = await profile_engine(engine, pool.config, vocab_size, budget_s)
     profile = _engine_profile(measured, pool)
-    private.put_value(_key(pool), profile.model_dump_json())
+    ray_private.put_value(_key(pool), profile.model_dump_json())
     return profile
 
 
@@ -124,7 +118,7 @@ def _key(pool: Pool) -> bytes:
 
 
 def _known(pool: Pool) -> EngineProfile | None:
-    text = private.get_value(_key(pool))
+    text = ray_private.get_value(_key(pool))
     return None if text is None else EngineProfile.model_validate_json(text)
 
 

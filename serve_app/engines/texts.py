@@ -8,9 +8,16 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from serve_app.engines.admission import BatchLimit
-from serve_app.engines.base import Chunk, Engine, EngineError, EngineFull, FinishReason, Sampling
+from serve_app.engines.base import (
+    Chunk,
+    Engine,
+    EngineError,
+    EngineFull,
+    EngineStatus,
+    FinishReason,
+    Sampling,
+)
 from serve_app.engines.tokenizer import Detokenizer, StopFinder, Tokenizer
-from serve_app.gateway.replicas import EngineStatus
 from tokenyard.routing.types import OrderKey
 
 

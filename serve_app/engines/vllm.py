@@ -14,15 +14,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
+from serve_app.engine_config import EngineConfig
 from serve_app.engines.admission import Admission, reason_line
-from serve_app.engines.base import (
-    Chunk,
-    EngineConfig,
-    EngineError,
-    EngineStats,
-    FinishReason,
-    Sampling,
-)
+from serve_app.engines.base import Chunk, EngineError, EngineStats, FinishReason, Sampling
 from serve_app.engines.models import ModelShape, check_plan, find_model, read_shape
 from serve_app.engines.waiting import Arrivals, priority_of
 from tokenyard.routing.types import OrderKey

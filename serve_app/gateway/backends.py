@@ -7,7 +7,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from serve_app.cluster import Cluster, Pool
+from serve_app.cluster import Cluster, EngineProfile, Pool
+from serve_app.engines.base import EngineStatus
 from serve_app.gateway.clocks import RemoteClocks
 from serve_app.gateway.engine_wire import (
     NUM_TOKENS_HEADER,
@@ -28,10 +29,10 @@ from serve_app.gateway.forwarding import (
 )
 from serve_app.gateway.generation import ReplicaFailed, ReplicaFull, ReplicaRefused, ReplicaTooSmall
 from serve_app.gateway.metrics import Metrics
-from serve_app.gateway.replicas import EngineStatus, ReplicaTable
+from serve_app.gateway.replicas import ReplicaTable
+from serve_app.gateway.router_registry import ROUTERS
 from serve_app.gateway.sse import PEEK_BYTES, ErrorEvent, error_in, peek_whole
 from serve_app.gateway.upstream import Connection, Origin
-from serve_app.ray_serve.router_registry import ROUTERS
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -169,8 +170,6 @@ class ServeBackend:
     def _look_at(
         self, replica_id: str, replica: RunningReplica, table: ReplicaTable, now_s: float
     ) -> None:
-        from serve_app.router import profile_of, status_of
-
         profile, told = profile_of(replica), replica.replica_metadata
         if profile is None:
             return
@@ -256,3 +255,24 @@ def make_backends(
     ]
     made += [ServeBackend(pool, handles[pool.name]) for pool in cluster.own_pools]
     return {one.name: one for one in made}
+
+
+def profile_of(replica: RunningReplica) -> EngineProfile | None:
+    """Return the speed that a replica has published; None: it has not."""
+    profile = replica.replica_metadata.get("profile")
+    return None if profile is None else EngineProfile(**profile)
+
+
+def status_of(replica: RunningReplica) -> EngineStatus | None:
+    """Return the state that a replica has published; None: it has not."""
+    stats = replica.routing_stats
+    if not stats or "observed_at_s" not in stats:
+        return None
+    return EngineStatus(
+        num_waiting=int(stats["num_waiting"]),
+        num_running=int(stats["num_running"]),
+        kv_used_fraction=float(stats["kv_used_fraction"]),
+        observed_at_s=float(stats["observed_at_s"]),
+        accepting=bool(stats.get("accepting", True)),
+        max_batch=stats.get("max_batch"),
+    )

@@ -14,7 +14,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from serve_app.gateway.watched_file import WatchedFile, read_message
+from serve_app.watched_file import WatchedFile, read_message
 from tokenyard.config import FrozenModel
 
 TOKEN = "token"

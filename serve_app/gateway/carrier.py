@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from serve_app.cluster import Cluster, SloClass
-from serve_app.engines.base import FinishReason
+from serve_app.engines.base import EngineStatus, FinishReason
 from serve_app.gateway.carrier_wire import (
     OF_VERSION_1,
     FrameProtocol,
@@ -41,7 +41,6 @@ from serve_app.gateway.generation import (
     ReplicaRefused,
     RequestRejected,
 )
-from serve_app.gateway.replicas import EngineStatus
 from serve_app.gateway.tracing import with_line
 from tokenyard.routing.types import OrderKey
 

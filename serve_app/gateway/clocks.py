@@ -13,7 +13,7 @@ import time
 from collections.abc import Container
 from dataclasses import replace
 
-from serve_app.gateway.replicas import EngineStatus
+from serve_app.engines.base import EngineStatus
 
 DELIVERY_S = 0.25
 """Delay of a message that is put down to its way, not to the clock of who sent it."""

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from serve_app.endpoints import AnyEndpoint, Endpoint, Found, ServiceDiscovery
 from serve_app.gateway.kubernetes import watch_service
 from serve_app.gateway.upstream import url_of
-from serve_app.gateway.watched_file import WatchedFile, read_message
+from serve_app.watched_file import WatchedFile, read_message
 from tokenyard.config import FrozenModel
 
 LOOK_EVERY_S = 0.5

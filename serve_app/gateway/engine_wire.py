@@ -15,8 +15,8 @@ from dataclasses import fields
 
 import numpy as np
 
+from serve_app.engines.base import EngineStatus
 from serve_app.engines.waiting import write_order_key
-from serve_app.gateway.replicas import EngineStatus
 from tokenyard.routing.types import OrderKey
 
 NUM_TOKENS_HEADER = b"x-prompt-tokens"

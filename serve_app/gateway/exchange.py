@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from serve_app.cluster import Cluster, SloClass
-from serve_app.engines.base import FinishReason
+from serve_app.engines.base import EngineStatus, FinishReason
 from serve_app.gateway.callers import ANYBODY, Caller
-from serve_app.gateway.replicas import EngineStatus, Prompt
+from serve_app.gateway.replicas import Prompt
 from tokenyard.routing.types import OrderKey
 
 if TYPE_CHECKING:

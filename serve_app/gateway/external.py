@@ -18,6 +18,7 @@ from pydantic import HttpUrl
 
 from serve_app.cluster import ExternalPool
 from serve_app.endpoints import Endpoint, Found, is_allowed
+from serve_app.engines.base import EngineStatus
 from serve_app.engines.waiting import Arrivals, priority_of
 from serve_app.gateway.discovery import sources_of
 from serve_app.gateway.engine_metrics import StuckMetrics
@@ -26,7 +27,7 @@ from serve_app.gateway.forwarding import EndpointAsRayReplica, Forwarder
 from serve_app.gateway.generation import ReplicaFailed, ReplicaLacks
 from serve_app.gateway.json_fields import replace_field, set_field
 from serve_app.gateway.metrics import Metrics
-from serve_app.gateway.replicas import EngineStatus, ReplicaState, ReplicaTable
+from serve_app.gateway.replicas import ReplicaState, ReplicaTable
 from serve_app.gateway.scraping import Scraper
 from serve_app.gateway.upstream import Origin
 from tokenyard.routing.types import OrderKey

@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 
 from serve_app.cluster import Deadlines
+from serve_app.engines.base import EngineStatus
 from serve_app.gateway.clocks import steady_unix_s
 from serve_app.gateway.exchange import Attempt, Call, Headers, InferenceRequest
 from serve_app.gateway.faults import EndpointError, Fault, retry_after_s
@@ -22,7 +23,6 @@ from serve_app.gateway.generation import (
     ReplicaUnreachable,
     RequestRejected,
 )
-from serve_app.gateway.replicas import EngineStatus
 from serve_app.gateway.sse import (
     ErrorEvent,
     EventPeek,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from serve_app.cluster import Cluster, SloClass
-from serve_app.engines.base import FinishReason
+from serve_app.engines.base import EngineStatus, FinishReason
 from serve_app.gateway.answer import Answer, record_of
 from serve_app.gateway.backends import Backend
 from serve_app.gateway.callers import ANYBODY
@@ -38,7 +38,7 @@ from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.outliers import OutlierDetector
 from serve_app.gateway.placement import Pick, Placement, ReplicaStatus
 from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
-from serve_app.gateway.replicas import EngineStatus, ReplicaState, ReplicaTable
+from serve_app.gateway.replicas import ReplicaState, ReplicaTable
 from serve_app.gateway.tracing import Tracing
 from serve_app.models import ModelCatalog, ServedModel
 from serve_app.policy.manager import PolicyManager

@@ -171,7 +171,7 @@ class Placement:
         """By replica, and model or route."""
         self._listed: dict[tuple[str, str | bytes], tuple[str, frozenset[str] | None]] = {}
         """Name of a model that a replica did not know, and the names that it listed then."""
-        self._ray: Any = None  # `serve_app.router.RayDefault`, once it was asked.
+        self._ray: Any = None  # `serve_app.gateway.ray_default.RayDefault`, once it was asked.
         self._sent = SentQueues()
         """What may wait at each replica, while somebody who decides looks at it."""
 
@@ -518,8 +518,8 @@ class Placement:
         """Let Ray's router choose, among those that have not failed so far."""
         if self._ray is None:
             # Only this policy needs Ray, which takes seconds to import.
-            router = await asyncio.to_thread(import_module, "serve_app.router")
-            self._ray = self._ray or router.RayDefault()
+            module = await asyncio.to_thread(import_module, "serve_app.gateway.ray_default")
+            self._ray = self._ray or module.RayDefault()
         every = [one for backend in self._backends.values() for one in backend.ray_replicas()]
         self._ray.update(every)
         if len(every) <= len(tried):

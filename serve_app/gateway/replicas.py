@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from serve_app.cluster import EngineProfile
+from serve_app.engines.base import EngineStatus
 from tokenyard.routing import snapshot_table as columns
 from tokenyard.routing.prefix_index import PrefixIndex, block_names
 from tokenyard.routing.snapshot_table import Candidates, SnapshotTable, fill_live, offer
@@ -37,21 +38,6 @@ class Row(Protocol):
 
     def __setitem__(self, column: int, value: float, /) -> None:
         """Write one."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """What a replica tells of itself."""
-
-    num_waiting: int
-    num_running: int
-    kv_used_fraction: float
-    observed_at_s: float
-    """Unix time, seconds; by the clock of whoever holds it (`serve_app.gateway.clocks`)."""
-    accepting: bool = True
-    """Whether it takes requests; false while it drains."""
-    max_batch: int | None = None
-    """Most sequences that it runs at once now; None: as its profile says."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from serve_app.gateway.gateway import Gateway
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import GatewayPolicyAnswer, Problem
 from serve_app.http.errors import PROBLEMS
-from serve_app.http.policies_schema import PoliciesAnswer, PoliciesChange
+from serve_app.http.policies_schema import PoliciesAnswer, PoliciesChange, describe_policies
 from serve_app.http.reasons import BadRequest
 from serve_app.policy.lifecycle import Conflict, Lifecycle
 
@@ -66,7 +66,7 @@ def policy_router(gateway: Gateway, access: Access, lifecycle: Lifecycle) -> API
     @router.get("/v1/policies", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def policies(request: Request) -> PoliciesAnswer:
         """Say who decides, who did before, and how the experiment goes."""
-        answer = lifecycle.describe()
+        answer = describe_policies(lifecycle)
         if not access.is_admin(request):
             for event in answer.events:
                 del event["by"]
@@ -78,11 +78,12 @@ def policy_router(gateway: Gateway, access: Access, lifecycle: Lifecycle) -> API
     async def change_policies(body: PoliciesChange) -> PoliciesAnswer:
         """Try a policy in an experiment, end that, promote what was tried, or roll back."""
         try:
-            return await lifecycle.change(body)
+            await lifecycle.change(body.action, body.policy, body.share, body.alpha)
         except Conflict as error:
             raise BadRequest(" ".join(str(error).split()), 409) from None
         except (ValueError, OSError) as error:
             raise BadRequest(" ".join(str(error).split()), 422) from None
+        return describe_policies(lifecycle)
 
     return router
 

@@ -98,7 +98,7 @@ def _routers(gateway: Gateway, access: Access, lifecycle: Lifecycle) -> list[API
     ]
     if decide_only:
         # scipy is large, and only regions need it.
-        from serve_app import regions
+        from serve_app.http import regions
 
         decider = regions.RegionDecider.shipped(registry=gateway.metrics.registry)
         return [*routers, regions.make_router(decider, access)]

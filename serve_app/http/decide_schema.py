@@ -8,6 +8,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, Field, model_validator
 
 from serve_app.http.body import StrictBody
+from serve_app.policy.card import PolicyCard, PolicyReference
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
 
 MAX_BODY_BYTES = 1 << 20
@@ -145,18 +146,6 @@ class RouteMessage(StrictBody):
         return self
 
 
-class PolicyReference(BaseModel):
-    """Which policy answered."""
-
-    name: str
-    sha256: str
-    """First 12 hex digits of a hash over everything that the policy is."""
-    source: str
-    """Where it was found."""
-    mlflow_run: str | None = None
-    """Run that trained it; null: it ships, is a file, or is a rule."""
-
-
 class RouteAnswer(BaseModel):
     """Answer of `POST /v1/route`."""
 
@@ -184,45 +173,6 @@ class RouteAnswer(BaseModel):
     is for good."""
     late_key_s: float | None
     """Its place from then on, Unix time, seconds; null: as `late_at_s`."""
-
-
-class PolicyCard(BaseModel):
-    """What is known about the policy that is served."""
-
-    name: str
-    kind: str
-    """`linear`, `marginal`, `mlp` or `corrected` for a trained policy, `baseline` for a rule."""
-    trainer: str | None
-    """Algorithm that trained it; null for a rule."""
-    scenario: str
-    """What it was trained or tuned on."""
-    sha256: str
-    """First 12 hex digits of a hash over everything that the policy is."""
-    source: str
-    """Where it was found."""
-    mlflow_run: str | None = None
-    """Run that trained what the registry names; null: it ships, is a file, or is a rule."""
-    registry_error: str | None = None
-    """Why the registry could not be asked, so that what ships is served."""
-    num_replicas: int | None
-    """Candidates it must be given; null: any number."""
-    needs_engine: bool | None = None
-    """Whether snapshots must tell of an `engine` (true) or must not (false); null: as you like."""
-    output_length: str
-    """Where a missing predicted_total_tokens comes from: `by_context` or `none`."""
-    slo_response_s: float
-    startup_fallback: str | None = None
-    """Why shortest expected delay is served in place of the policy that was asked for."""
-    metrics: dict[str, float] = {}
-    """What it scored when it was exported."""
-    lineage: dict[str, str] = {}
-
-    @property
-    def reference(self) -> PolicyReference:
-        """What it takes to tell it from others."""
-        return PolicyReference(
-            name=self.name, sha256=self.sha256, source=self.source, mlflow_run=self.mlflow_run
-        )
 
 
 class GatewayPolicyAnswer(PolicyCard):

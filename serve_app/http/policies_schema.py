@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from serve_app.http.decide_schema import PolicyReference
+from serve_app.policy.card import PolicyReference
 from serve_app.policy.experiment import MAX_SHARE, Experiment, Mode
-from serve_app.policy.manager import PolicyManager
+from serve_app.policy.lifecycle import Action, Lifecycle
 from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
 from tokenyard.statistics.sequential import DEFAULT_ALPHA
 
@@ -20,7 +20,7 @@ class PoliciesChange(BaseModel):
 
     model_config = {"extra": "forbid", "strict": True}
 
-    action: Literal["shadow", "canary", "stop", "promote", "rollback"]
+    action: Action
     """Try a policy in an experiment, end that, let the policy decide that was tried, or go back."""
     policy: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """For `shadow` and `canary`: as in `POST /v1/policy`."""
@@ -93,24 +93,17 @@ class PoliciesAnswer(BaseModel):
     file for it."""
 
 
-def describe_policies(
-    manager: PolicyManager, registry_note: str | None, state_note: str | None
-) -> PoliciesAnswer:
-    """Say who decides, who did before, and how the experiment goes.
-
-    Args:
-        manager: Knows.
-        registry_note: What was written to the registry.
-        state_note: What is wrong with the state file.
-    """
+def describe_policies(lifecycle: Lifecycle) -> PoliciesAnswer:
+    """Say who decides, who did before, and how the experiment goes."""
+    manager = lifecycle.manager
     previous, experiment = manager.previous, manager.experiment
     return PoliciesAnswer(
         champion=_breaker(manager.policy),
         previous=None if previous is None else _reference(previous),
         experiment=None if experiment is None else _describe_experiment(experiment),
         events=[asdict(one) for one in reversed(manager.events)],
-        registry=registry_note,
-        state=state_note,
+        registry=lifecycle.registry_note,
+        state=lifecycle.state_note,
     )
 
 

@@ -9,7 +9,7 @@ import ssl
 from pathlib import Path
 
 from serve_app.cluster import TlsFiles
-from serve_app.gateway.watched_file import identity_of
+from serve_app.watched_file import identity_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from serve_app.http.policies_schema import PoliciesAnswer, PoliciesChange, describe_policies
 from serve_app.policy.audit_log import Event
 from serve_app.policy.champion_alias import (
     Aliases,
@@ -43,10 +42,12 @@ from tokenyard.artifact import RegistryError, model_name
 from tokenyard.registry import CHAMPION
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.scenario import load_scenario
+from tokenyard.statistics.sequential import DEFAULT_ALPHA
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+Action = Literal["shadow", "canary", "stop", "promote", "rollback"]
 LINEAGE = ("trace_sha256", "calibration_sha256", "sweep_run")
 """Keys of an artifact's lineage that a promotion copies beside the artifact's own hash."""
 _REGISTRY_S = 30.0
@@ -89,7 +90,7 @@ class Lifecycle:
             parts: What else is written there, by name.
             in_thread: Calls what blocks: the registry and the disk.
         """
-        self._manager, self._file, self._parts = manager, file, dict(parts or {})
+        self.manager, self._file, self._parts = manager, file, dict(parts or {})
         self._in_thread = in_thread
         self._configured = Configured(policy=manager.policy.name, scenario=manager.scenario)
         self._explore_fraction = manager.policy.explore_fraction
@@ -117,7 +118,7 @@ class Lifecycle:
         Raises:
             ValueError: The policy cannot be used.
         """
-        manager, stored = self._manager, self._read()
+        manager, stored = self.manager, self._read()
         self._configured = Configured(policy=policy, scenario=manager.scenario)
         self._explore_fraction = explore_fraction
         if stored is not None:
@@ -158,7 +159,7 @@ class Lifecycle:
             ValueError: It cannot be used.
             Conflict: The gateway ends.
         """
-        manager = self._manager
+        manager = self.manager
         async with self._busy:
             prepared = None
             if policy != RAY_DEFAULT:
@@ -187,8 +188,17 @@ class Lifecycle:
         yield
         await self._written()
 
-    async def change(self, body: PoliciesChange) -> PoliciesAnswer:
-        """Do it.
+    async def change(
+        self, action: Action, policy: str | None = None, share: float = 0.2,
+        alpha: float = DEFAULT_ALPHA,
+    ) -> None:  # fmt: skip
+        """Start or end an experiment, promote the policy that is tried, or roll back.
+
+        Args:
+            action: Which of these.
+            policy: Name of the policy to try.
+            share: Fraction of requests that a canary decides for.
+            alpha: Chance, at most, to stop a canary that is as good as the champion.
 
         Raises:
             ValueError: The policy cannot be used.
@@ -197,26 +207,30 @@ class Lifecycle:
                 ends.
         """
         self._check_goes_on()
-        if body.action == "rollback":
+        if action == "rollback":
             self._roll_back()
         else:
             async with self._busy:
-                await self._carry_out(body)
+                await self._carry_out(action, policy, share, alpha)
         await self._written()
-        return self.describe()
 
-    def describe(self) -> PoliciesAnswer:
-        """Say who decides, who did before, and how the experiment goes."""
-        told = None if self._alias is None else self._alias.note
-        note = self._save_note or self._state_note
-        return describe_policies(self._manager, self._registry_note or told, note)
+    @property
+    def registry_note(self) -> str | None:
+        """What the last promotion or rollback wrote to the registry, or why it could not."""
+        alias_note = None if self._alias is None else self._alias.note
+        return self._registry_note or alias_note
+
+    @property
+    def state_note(self) -> str | None:
+        """Why the state could not be read or written; None: it could, or there is no file."""
+        return self._save_note or self._state_note
 
     async def save(self) -> None:
         """Write the state down, after whoever does so already."""
         if self._file is None:
             return
         async with self._saving:
-            num_events, state = self._manager.num_events, self._snapshot()
+            num_events, state = self.manager.num_events, self._snapshot()
             try:
                 await self._in_thread(self._file.write, state)
             except OSError as error:
@@ -237,20 +251,22 @@ class Lifecycle:
         if self._has_ended:
             raise Conflict("the gateway is about to end; ask again, and the next one answers")
 
-    async def _carry_out(self, body: PoliciesChange) -> None:
-        manager = self._manager
-        if body.action in ("shadow", "canary"):
-            if body.policy is None:
-                raise ValueError(f"policy is missing: name the one for the {body.action}")
-            if body.policy == RAY_DEFAULT:
+    async def _carry_out(
+        self, action: Action, policy: str | None, share: float, alpha: float
+    ) -> None:
+        manager = self.manager
+        if action == "shadow" or action == "canary":
+            if policy is None:
+                raise ValueError(f"policy is missing: name the one for the {action}")
+            if policy == RAY_DEFAULT:
                 raise ValueError(f"{RAY_DEFAULT} scores nothing that it could be compared on")
-            prepared = await asyncio.to_thread(manager.prepare, body.policy)
+            prepared = await asyncio.to_thread(manager.prepare, policy)
             self._check_goes_on()
             try:
-                manager.start_experiment(body.policy, body.action, body.share, body.alpha, prepared)
+                manager.start_experiment(policy, action, share, alpha, prepared)
             except OrdersDiffer as error:
                 raise Conflict(str(error)) from None
-        elif body.action == "stop":
+        elif action == "stop":
             if manager.experiment is None or not manager.experiment.running:
                 raise Conflict("no experiment runs")
             manager.end_experiment("asked")
@@ -259,18 +275,18 @@ class Lifecycle:
 
     def _roll_back(self) -> None:
         """Let the previous policy decide at once; the registry follows when it can."""
-        before = self._manager.policy.aliases
+        before = self.manager.policy.aliases
         try:
-            self._manager.roll_back()
+            self.manager.roll_back()
         except ValueError as error:
             raise Conflict(str(error)) from None
         self._registry_note = None
         alias = self._alias
-        if alias is not None and not (alias.is_settled and self._manager.policy.aliases == before):
+        if alias is not None and not (alias.is_settled and self.manager.policy.aliases == before):
             alias.follow()
 
     async def _promote(self) -> None:
-        manager = self._manager
+        manager = self.manager
         experiment = manager.experiment
         if experiment is None or not experiment.running:
             raise Conflict("no experiment runs")
@@ -316,7 +332,7 @@ class Lifecycle:
     async def _write_champion(
         self, promotion: _Promotion, uri: str, artifact: PolicyArtifact
     ) -> None:
-        manager, experiment = self._manager, promotion.experiment
+        manager, experiment = self.manager, promotion.experiment
         tags = promotion_tags(experiment, artifact.metadata.lineage, manager.policy)
 
         def is_wanted() -> bool:
@@ -347,8 +363,8 @@ class Lifecycle:
     def _alias_in(self, uri: str) -> ChampionAlias:
         if self._alias is None or self._alias.uri != uri:
             # Looked up by the name that stands in it; the cluster file may give its path.
-            model = model_name("routing", load_scenario(self._manager.scenario).name)
-            wanted = lambda: self._manager.policy.aliases  # noqa: E731
+            model = model_name("routing", load_scenario(self.manager.scenario).name)
+            wanted = lambda: self.manager.policy.aliases  # noqa: E731
             self._alias = ChampionAlias(uri, model, wanted, self.save, self._in_thread)
         return self._alias
 
@@ -372,7 +388,7 @@ class Lifecycle:
 
     def _finish_writes(self, stored: StoredState) -> None:
         """Take up what the registry was being told, and tell it."""
-        alias, uri = stored.alias, self._manager.registry
+        alias, uri = stored.alias, self.manager.registry
         if alias is None or uri is None or uri != alias.uri:
             return
         mine = self._alias_in(uri)
@@ -391,7 +407,7 @@ class Lifecycle:
 
     def _take_up(self, stored: StoredState) -> None:
         """Go on where an earlier gateway was, if it was to serve the same."""
-        manager = self._manager
+        manager = self.manager
         events = [Event(**one.model_dump()) for one in stored.events]
         self._restore(stored, _ALWAYS)
         if stored.configured != self._configured:
@@ -429,25 +445,25 @@ class Lifecycle:
 
     def _decided(self, stored: StoredPolicy) -> PolicyRunner | None:
         """Who decides in place of what was found for the cluster file's name; None: nobody."""
-        found, alias = self._manager.policy, self._alias
+        found, alias = self.manager.policy, self._alias
         if stored.by_hand:
-            return stored.runner(self._manager)
+            return stored.runner(self.manager)
         unsure = found.loaded.card.registry_error is not None
         unsure = unsure or (alias is not None and not alias.is_settled)
         if not unsure or stored.artifact is None or is_same(stored.label, found.label):
             return None
-        return stored.runner(self._manager)
+        return stored.runner(self.manager)
 
     def _before(self, stored: StoredState, deciding: PolicyRunner) -> PolicyRunner | None:
         """Who decided before, to go back to; None: nobody who can be made again."""
         try:
             if not is_same(stored.policy.label, deciding.label):
-                last = stored.policy.runner(self._manager)
+                last = stored.policy.runner(self.manager)
                 # A rule is the same one, whatever release of it the label names.
                 if not is_same(last.label, deciding.label):
                     last.by_hand = True  # As in `switch`: the name means another now.
                     return last
-            return None if stored.previous is None else stored.previous.runner(self._manager)
+            return None if stored.previous is None else stored.previous.runner(self.manager)
         except ValueError as error:
             self._state_note = f"there is nothing to go back to: {error}"
             logger.error("%s", self._state_note)
@@ -455,8 +471,8 @@ class Lifecycle:
 
     def _experiment(self, stored: StoredExperiment, champion: PolicyRunner) -> Experiment:
         """Make an experiment again, with its evidence; a canary that none may be now has ended."""
-        runner = stored.policy.runner(self._manager)
-        made = self._manager.make_experiment(
+        runner = stored.policy.runner(self.manager)
+        made = self.manager.make_experiment(
             champion, runner, stored.mode, stored.share, stored.alpha, stored.started_s
         )
         made.restore(stored.evidence)
@@ -468,7 +484,7 @@ class Lifecycle:
         return made
 
     def _snapshot(self) -> StoredState:
-        manager, alias = self._manager, self._alias
+        manager, alias = self.manager, self._alias
         experiment = manager.experiment
         running = experiment is not None and experiment.running
         return StoredState(
@@ -501,7 +517,7 @@ class Lifecycle:
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             is_due = time.monotonic() - self._saved_s > _EVIDENCE_EVERY_S
-            if is_due or self._manager.num_events != self._saved_events:
+            if is_due or self.manager.num_events != self._saved_events:
                 await self.save()
 
     def _keep(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from serve_app.http.decide_schema import PolicyCard
+from serve_app.policy.card import PolicyCard
 from tokenyard import former_names
 from tokenyard.artifact import ArtifactError, NoChampionError, RegisteredPolicy, RegistryError
 from tokenyard.registry import CANDIDATE, CHAMPION, find_registered

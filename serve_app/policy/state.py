@@ -19,9 +19,8 @@ from typing import Any, Literal, Protocol
 
 from pydantic import ValidationError
 
-from serve_app.gateway.watched_file import identity_of
-from serve_app.http.decide_schema import PolicyCard
 from serve_app.policy.audit_log import GATEWAY, Event
+from serve_app.policy.card import PolicyCard
 from serve_app.policy.experiment import Experiment, Mode
 from serve_app.policy.loading import (
     LoadedPolicy,
@@ -32,6 +31,7 @@ from serve_app.policy.loading import (
 )
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
+from serve_app.watched_file import identity_of
 from tokenyard.config import FrozenModel
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.policies.order import BETWEEN

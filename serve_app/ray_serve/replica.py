@@ -15,7 +15,8 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from serve_app.cluster import Cluster, Limits, Pool
-from serve_app.engines.base import Engine, EngineConfig, EngineError, longest_tokens
+from serve_app.engine_config import EngineConfig
+from serve_app.engines.base import Engine, EngineError, longest_tokens
 from serve_app.engines.models import find_model
 from serve_app.engines.profiling import start_and_measure
 from serve_app.engines.sharded.engine import rank_bundles

@@ -14,10 +14,10 @@ import pytest
 from unit.serve.test_serve_gateway import PROFILE, FakePool, Letters, a_body, a_cluster
 from unit.serve_builders import a_faulty_policy, marginal_artifact, network_artifact
 
+from serve_app.engines.base import EngineStatus
 from serve_app.engines.texts import TextChunk
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.generation import ReplicaFull
-from serve_app.gateway.replicas import EngineStatus
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.policy import manager as manager_module

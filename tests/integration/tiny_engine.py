@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from serve_app.engines.base import Chunk, EngineConfig, EngineError, EngineStats
+from serve_app.engine_config import EngineConfig
+from serve_app.engines.base import Chunk, EngineError, EngineStats
 
 ITERATION_S = 0.004
 SEQUENCE_S = 0.0005

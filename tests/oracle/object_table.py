@@ -12,7 +12,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from serve_app.cluster import EngineProfile
-from serve_app.gateway.replicas import RECENT_WEIGHT, EngineStatus, Prompt
+from serve_app.engines.base import EngineStatus
+from serve_app.gateway.replicas import RECENT_WEIGHT, Prompt
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot
 
 

@@ -13,6 +13,7 @@ from serve_app.engines.base import Chunk, EngineError, EngineStats, longest_toke
 from serve_app.engines.texts import TextEngine
 from serve_app.gateway.backends import ServeBackend
 from serve_app.gateway.gateway import Gateway
+from serve_app.gateway.router_registry import ROUTERS
 from serve_app.gateway.upstream import url_of
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
@@ -20,7 +21,6 @@ from serve_app.http.engine_api import create_engine_api
 from serve_app.http.generation_reader import GenerationReader
 from serve_app.http.listener import Listener
 from serve_app.policy.manager import PolicyManager
-from serve_app.ray_serve.router_registry import ROUTERS
 
 SECRET = "the secret of the replica"
 

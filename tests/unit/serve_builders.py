@@ -11,7 +11,7 @@ from serve_app.engines.tokenizer import EstimatingTokenizer
 from serve_app.gateway.gateway import Gateway
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
-from serve_app.http.decide_schema import PolicyCard
+from serve_app.policy.card import PolicyCard
 from serve_app.policy.loading import LoadedPolicy, from_artifact, from_baseline
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import warm_up

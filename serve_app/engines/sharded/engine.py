@@ -21,15 +21,9 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from serve_app.engine_config import EngineConfig
 from serve_app.engines.admission import Admission, reason_line
-from serve_app.engines.base import (
-    Chunk,
-    EngineConfig,
-    EngineError,
-    EngineStats,
-    FinishReason,
-    Sampling,
-)
+from serve_app.engines.base import Chunk, EngineError, EngineStats, FinishReason, Sampling
 from serve_app.engines.models import check_plan, find_model, read_shape
 from serve_app.engines.sharded.messages import GroupLimits, Member, Progress, Report, RequestNames
 from tokenyard.routing.types import OrderKey

@@ -46,7 +46,8 @@ from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 from transformers.generation.continuous_batching.utils import find_head_dim
 from transformers.generation.logits_process import LogitsProcessorList
 
-from serve_app.engines.base import EngineConfig, EngineError, EngineStats, Sampling
+from serve_app.engine_config import EngineConfig
+from serve_app.engines.base import EngineError, EngineStats, Sampling
 from serve_app.engines.emulation import Pace
 from serve_app.engines.models import find_model
 from serve_app.engines.sharded import attention

@@ -6,7 +6,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from serve_app.engines.base import EngineConfig, EngineError
+from serve_app.engine_config import EngineConfig
+from serve_app.engines.base import EngineError
 from serve_app.engines.sharded.engine import WorkerGroup, rank_bundles
 
 

@@ -12,8 +12,8 @@ import pytest
 import ray
 from unit.engine_builders import a_tiny_llama, prompts_of
 
-from serve_app.engines.base import EngineConfig, EngineError, Sampling
-from serve_app.engines.emulation import Emulation
+from serve_app.engine_config import Emulation, EngineConfig
+from serve_app.engines.base import EngineError, Sampling
 from serve_app.engines.models import find_model
 from serve_app.engines.profiling import profile_engine
 from serve_app.engines.sharded import engine as sharded_engine

@@ -13,7 +13,8 @@ from oracle.object_table import ObjectTable
 from sizes import scaled
 
 from serve_app.cluster import EngineProfile
-from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
+from serve_app.engines.base import EngineStatus
+from serve_app.gateway.replicas import Prompt, ReplicaTable
 from serve_app.policy.ties import least_recently_used
 from tokenyard.routing import observation as ob
 from tokenyard.routing.artifact import learned_policy

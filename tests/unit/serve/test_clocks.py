@@ -12,10 +12,11 @@ from unit.engine_site import SECRET, run
 from unit.raw_endpoint import RawCaller
 from unit.serve.test_serve_gateway import OWN, PROFILE, cluster_of
 
+from serve_app.engines.base import EngineStatus
 from serve_app.gateway.backends import ServeBackend
 from serve_app.gateway.clocks import DELIVERY_S, RemoteClock, steady_unix_s
-from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
-from serve_app.ray_serve.router_registry import ROUTERS
+from serve_app.gateway.replicas import Prompt, ReplicaTable
+from serve_app.gateway.router_registry import ROUTERS
 
 STALE_AFTER_S = 5.0
 PERIOD_S = 0.25

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import TaskCancelledError
 
-from serve_app.engines.base import EngineConfig, EngineError, Sampling
+from serve_app.engine_config import EngineConfig
+from serve_app.engines.base import EngineError, Sampling
 from serve_app.engines.sharded.engine import ShardedEngine
 from serve_app.engines.sharded.messages import GroupLimits, Progress, Report
 

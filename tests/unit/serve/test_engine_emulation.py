@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from serve_app.engine_config import Emulation
 from serve_app.engines import emulation
-from serve_app.engines.emulation import Emulation, Pace
+from serve_app.engines.emulation import Pace
 from tokenyard.routing.fleet import ReplicaConfig
 
 

@@ -10,8 +10,9 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from serve_app.engine_config import EngineConfig
 from serve_app.engines import models
-from serve_app.engines.base import EngineConfig, EngineError
+from serve_app.engines.base import EngineError
 from serve_app.engines.models import check_plan, find_model, read_shape
 from serve_app.http.free_port import free_port
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from serve_app.engines.base import EngineConfig, Sampling
+from serve_app.engine_config import EngineConfig
+from serve_app.engines.base import Sampling
 from serve_app.engines.sharded.messages import RequestNames
 from tokenyard.routing.types import OrderKey
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from serve_app.engines.base import EngineConfig, EngineError
+from serve_app.engine_config import EngineConfig
+from serve_app.engines.base import EngineError
 from serve_app.engines.sharded import engine as sharded
 from serve_app.engines.sharded.messages import GroupLimits
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from serve_app.engine_config import EngineConfig
 from serve_app.engines import vllm
-from serve_app.engines.base import EngineConfig, EngineError, Sampling
+from serve_app.engines.base import EngineError, Sampling
 from serve_app.engines.vllm import VllmEngine
 from tokenyard.routing.types import OrderKey
 

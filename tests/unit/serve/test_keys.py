@@ -169,7 +169,7 @@ def test_a_changed_file_counts_at_once_and_a_broken_one_keeps_the_keys_and_says_
 
 
 def test_a_file_is_looked_at_again_and_again_by_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr("serve_app.gateway.watched_file._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("serve_app.watched_file._LOOK_EVERY_S", 0.01)
     path = tmp_path / "keys.yaml"
     write(path, ENTRIES[:1])
 
@@ -187,7 +187,7 @@ def test_a_file_is_looked_at_again_and_again_by_itself(tmp_path, monkeypatch):
 
 
 def test_nothing_in_a_file_ends_the_looking_so_that_a_key_is_still_withdrawn(tmp_path, monkeypatch):
-    monkeypatch.setattr("serve_app.gateway.watched_file._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("serve_app.watched_file._LOOK_EVERY_S", 0.01)
     path = tmp_path / "keys.yaml"
     write(path, ENTRIES)
 

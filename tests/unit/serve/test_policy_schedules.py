@@ -13,7 +13,6 @@ import pytest
 from unit.serve_builders import marginal_artifact
 
 from serve_app.cluster import CircuitBreakerSettings
-from serve_app.http.policies_schema import PoliciesChange
 from serve_app.policy import champion_alias, lifecycle
 from serve_app.policy import manager as manager_module
 from serve_app.policy.lifecycle import Conflict, Lifecycle
@@ -152,7 +151,7 @@ class Gateway:
         return self.loop.create_task(work)
 
     def ask(self, action):
-        return self.spawn(self.lifecycle.change(PoliciesChange(action=action)))
+        return self.spawn(self.lifecycle.change(action))
 
     def canary(self, name):
         self.manager.start_experiment(name, "canary", 0.2, prepared=POLICIES[name])

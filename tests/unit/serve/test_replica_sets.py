@@ -20,7 +20,7 @@ NAME = f"app-sharded-{SHAPE.name}"
 def observe(monkeypatch):
     """Look at what Serve tells: the status of the application and its replicas by state."""
     gateway = SimpleNamespace(table=SimpleNamespace(replicas={}, keep=lambda *_: None))
-    sets = ServeReplicaSets("app", load_cluster("local_cpu").allocation, gateway, {})
+    sets = ServeReplicaSets("app", load_cluster("local_cpu").allocation, gateway, {}, None)
     sets._known.add(SHAPE)  # Its backend would need Ray.
     sets._backends["sharded-" + SHAPE.name] = None
 

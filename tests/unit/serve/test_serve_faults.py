@@ -20,13 +20,13 @@ from unit.serve.test_serve_gateway import PROFILE
 from unit.stub_endpoint import DONE, OK, PAGE, an_event
 from unit.virtual_time import run_virtually
 
+from serve_app.engines.base import EngineStatus
 from serve_app.gateway import scraping
 from serve_app.gateway.exchange import Call, InferenceRequest
 from serve_app.gateway.faults import EndpointError, Fault, retry_after_s
 from serve_app.gateway.gateway import Gateway, Unserved
 from serve_app.gateway.generation import ReplicaFailed, RequestRejected
 from serve_app.gateway.outliers import BackOff
-from serve_app.gateway.replicas import EngineStatus
 from serve_app.policy.manager import PolicyManager
 
 TOO_LONG = "Input is longer than the context: 9000 > 8192 tokens"

@@ -12,11 +12,11 @@ import pytest
 from unit.engine_answers import relay
 
 from serve_app.cluster import Cluster, EngineProfile
+from serve_app.engines.base import EngineStatus
 from serve_app.engines.texts import TextChunk
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.generation import ReplicaFailed, ReplicaFull, ReplicaTooSmall
-from serve_app.gateway.replicas import EngineStatus
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.policy.manager import PolicyManager

@@ -5,8 +5,8 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client import generate_latest
 
+from serve_app.http.regions import RegionDecider
 from serve_app.http.regions_schema import RegionsMessage
-from serve_app.regions import RegionDecider
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.policies import BEST_RULE, REGION_BASELINES
 from tokenyard.regions.types import RegionDecision
@@ -126,7 +126,7 @@ def test_the_routes_answer_and_count():
     from serve_app.http import errors
     from serve_app.http.auth import Access
     from serve_app.http.intake import PendingBodies
-    from serve_app.regions import make_router
+    from serve_app.http.regions import make_router
 
     api, decider = FastAPI(), RegionDecider(the_rule())
     access, decide, loops = Access(None), decider.decide, []

@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 
 from serve_app.cluster import EngineProfile
+from serve_app.engines.base import EngineStatus
 from serve_app.gateway.host_metrics import HostMetrics
-from serve_app.gateway.replicas import (
-    EngineStatus,
-    InFlight,
-    Prompt,
-    ReplicaTable,
-)
+from serve_app.gateway.replicas import InFlight, Prompt, ReplicaTable
 from tokenyard.routing import observation as ob
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.batching import BatchingSim

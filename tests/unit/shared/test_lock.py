@@ -6,7 +6,7 @@ from importlib.machinery import SourceFileLoader
 import pytest
 from scripts import ROOT
 
-from serve_app.ray_serve.private import CHECKED_WITH
+from serve_app.ray_private import CHECKED_WITH
 
 PINNED_RAY = f"ray[rllib,serve,tune]=={CHECKED_WITH}"
 

@@ -58,7 +58,7 @@ def check_version(version: str) -> None:
         raise ImportError(
             f"serving uses private parts of Ray that were checked with {CHECKED_WITH}, and this is "
             f"Ray {version}: install ray[serve]=={CHECKED_WITH}, or check "
-            "serve_app/ray_serve/private.py against yours"
+            "serve_app/ray_private.py against yours"
         )
 
 
