@@ -23,7 +23,8 @@ from rich.table import Table
 from serve_app.allocation.allocator import Allocator
 from serve_app.allocation.plans import make_plan_policy
 from serve_app.allocation.transition import Held, Shape, is_reachable
-from tokenyard.allocation.scenario import AllocationScenario, load_allocation
+from tokenyard.allocation.plans import load_allocation
+from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.telemetry import SlotRecord
 from tokenyard.allocation.types import Plan
 from tokenyard.problem import Row

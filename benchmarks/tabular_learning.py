@@ -16,7 +16,7 @@ from tokenyard.allocation.artifact import learned_allocation
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.paper.simulator import Update
-from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.simulator.run import run_allocation
 from tokenyard.allocation.tabular import TabularConfig, TabularLearner
 from tokenyard.provenance import ResultFile, report

@@ -49,9 +49,10 @@ from rich.table import Table
 import envs
 from envs import LoadBalancingEnv, LoadBalancingVectorEnv
 from tokenyard import metrics
+from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.policies.rules import load_tuned_allocation
 from tokenyard.allocation.problem import PROBLEM as ALLOCATION
-from tokenyard.allocation.scenario import AllocationScenario, load_allocation
+from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.rl.allocation.training import AllocationRllib, RllibAlgorithm, allocation_config
 from tokenyard.rl.columnar.sampling import TrainingSettings

@@ -23,7 +23,8 @@ from tokenyard.allocation.dynamics import (
 )
 from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.observation import OBSERVATION_LIMIT, observation_size
-from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
+from tokenyard.allocation.plans import load_allocation
+from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.allocation.simulator import AllocationSim, Observations
 from tokenyard.config import FrozenModel
 from tokenyard.types import FloatArray, IntArray

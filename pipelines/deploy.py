@@ -121,7 +121,7 @@ class Deployment:
             )
         )
         if self.cluster.allocation is not None:
-            from tokenyard.allocation.scenario import load_allocation
+            from tokenyard.allocation.plans import load_allocation
 
             template = self.cluster.allocation.template
             budget = load_allocation(self.cluster.allocation.scenario).num_gpus

@@ -33,6 +33,7 @@ from tokenyard.evaluation import (
     best_rule,
     compare,
     difference_table,
+    figures_of,
     level_tables,
     margins,
     processes,
@@ -43,7 +44,7 @@ from tokenyard.problem import A, Candidate, D, Problem, R, Row, S, StreamOptions
 from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.registry import mlflow_lookup
 from tokenyard.routing.policy_file import PolicyFileError
-from tokenyard.workload.paths import TraceOptions
+from tokenyard.workload.trace_options import TraceOptions
 
 BEST = "best"
 MOST_LOAD = 2.0
@@ -178,7 +179,7 @@ def evaluate(
         console.print(difference_table(problem, scenario, beside, "baseline"))
     figures: dict[str, Figure] = {}
     if args.figures is not None or args.mlflow:
-        drawn = problem.figures(scenario, streams, runs, rows)
+        drawn = figures_of(problem, scenario, streams, runs, rows)
         figures = {f"{scenario.name}/{name}": drawn[name] for name in drawn}
     return rows + [row for row in beside if row["baseline"] != baseline], figures
 

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from tokenyard.allocation import finetune as of_allocation
 from tokenyard.allocation.artifact import champion_or_planner
-from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.telemetry import read_telemetry
 from tokenyard.artifact import model_name
 from tokenyard.cross_entropy import FinetuneConfig

@@ -30,9 +30,9 @@ from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.workload.comparison import describe
 from tokenyard.workload.fit import fit_mmpp, fit_own, fit_workload
 from tokenyard.workload.model import WorkloadModel, load_model, poisson_arrivals
-from tokenyard.workload.paths import TraceOptions
 from tokenyard.workload.readers import find_trace, read_trace
 from tokenyard.workload.trace import Trace
+from tokenyard.workload.trace_options import TraceOptions
 
 MODELS = Path(tokenyard.workload.__file__).parent / "models"
 DEMAND = Path(tokenyard.allocation.__file__).parent / "demand_generator.json"

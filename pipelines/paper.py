@@ -32,7 +32,7 @@ from rich.table import Table
 from tokenyard.allocation import fronts
 from tokenyard.allocation.paper.figures import draw
 from tokenyard.allocation.paper.study import MEASURES, PaperStudy, run_study
-from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.plans import load_allocation
 from tokenyard.config import at_least_one
 from tokenyard.evaluation import difference_table, level_tables
 from tokenyard.figures import save_figures

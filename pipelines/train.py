@@ -24,7 +24,7 @@ from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.gate import MOST_LOAD
 from tokenyard.routing.own_traffic import Found, OwnTraffic
 from tokenyard.routing.policies.order import BETWEEN
-from tokenyard.workload.paths import TraceOptions
+from tokenyard.workload.trace_options import TraceOptions
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from serve_app.cluster import Cluster, load_cluster
 from serve_app.engines.tokenizer import Tokenizer
 from serve_app.gateway import interpreter
-from serve_app.gateway.backends import Backend, make_backends
+from serve_app.gateway.backends import make_backends
 from serve_app.gateway.callers import KeyFile
 from serve_app.gateway.decider import CarriedPool, Decider
 from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.exchange import Backend
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.metrics import Metrics
@@ -417,7 +418,7 @@ def plan_origin(cluster: Cluster, options: GatewayOptions) -> "PlanOrigin | None
     if cluster.allocation is None:
         return None
     from serve_app.allocation.plans import load_plan_policy
-    from tokenyard.allocation.scenario import load_allocation
+    from tokenyard.allocation.plans import load_allocation
 
     scenario = load_allocation(cluster.allocation.scenario)
     name = cluster.allocation.policy

@@ -22,9 +22,8 @@ from ray.serve.config import AutoscalingContext
 from serve_app.allocation.plans import make_plan_policy, modelled
 from tokenyard.allocation.dynamics import make_model
 from tokenyard.allocation.forecast import history_slots
-from tokenyard.allocation.plans import LATENCY_S, UTILISATION, plan_table
+from tokenyard.allocation.plans import LATENCY_S, UTILISATION, load_allocation, plan_table
 from tokenyard.allocation.policies.autoscaler import family
-from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.types import AllocationState, Plan
 
 _STATE = "tokenyard"

@@ -24,8 +24,8 @@ from tokenyard.routing.scenario import load_scenario
 from tokenyard.statistics.intervals import t_interval
 from tokenyard.types import FloatArray
 from tokenyard.workload.model import load_model, poisson_arrivals
-from tokenyard.workload.paths import TraceOptions
 from tokenyard.workload.trace import Trace
+from tokenyard.workload.trace_options import TraceOptions
 
 WORDS = (
     " the of and to in is that it was for on are with as be at one have this from or had by but"

@@ -14,13 +14,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from rich import box
 from rich.table import Table
 
 from tokenyard.problem import A, Candidate, D, Measure, Problem, R, Row, Runner, S
 from tokenyard.statistics.intervals import Interval, Samples, holm
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SCORE = "score"
 """Key of the score in rows of a sweep and in what validation finds; higher is better."""
@@ -258,3 +261,30 @@ def difference(row: Row, measure: Measure) -> str:
     interval = "" if math.isnan(low) else f" \\[{low:+.1f}, {high:+.1f}]"
     mark = MARK if float(row.get(measure.p_key, math.nan)) < SIGNIFICANT else ""
     return f"{estimate:+.1f}{unit}{interval}{mark}"
+
+
+def figures_of(
+    problem: Problem[S, A, D, R],
+    scenario: S,
+    streams: D,
+    runs: Mapping[str, Sequence[R]],
+    rows: Sequence[Row],
+) -> dict[str, Figure]:
+    """Draw a comparison, by names of files: the problem's figures, else what is scored.
+
+    Args:
+        problem: Whose runs these are.
+        scenario: What was run.
+        streams: On what.
+        runs: Of every policy.
+        rows: Of `compare`.
+    """
+    drawn = problem.figures(scenario, streams, runs, rows)
+    if drawn:
+        return drawn
+    # matplotlib takes a second to import, and most runs draw nothing.
+    from tokenyard.figures import draw_differences
+
+    measures = [measure for measure in problem.measures(scenario) if measure.delta]
+    scored = next((one for one in measures if one.key == problem.score.key), measures[0])
+    return {"differences": draw_differences(rows, scored, streams.described)}

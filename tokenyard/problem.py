@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from tokenyard.artifact import RegistryLookup
 from tokenyard.statistics.intervals import Samples
-from tokenyard.workload.paths import TraceOptions
+from tokenyard.workload.trace_options import TraceOptions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -341,13 +341,8 @@ class Problem(Protocol[S, A, D, R]):
     def figures(
         self, scenario: S, streams: D, runs: Mapping[str, Sequence[R]], rows: Sequence[Row]
     ) -> dict[str, Figure]:
-        """Draw a comparison, by names of files; here its differences in what is scored."""
-        # matplotlib takes a second to import, and most runs draw nothing.
-        from tokenyard.figures import draw_differences
-
-        measures = [one for one in self.measures(scenario) if one.delta]
-        scored = next((one for one in measures if one.key == self.score.key), measures[0])
-        return {"differences": draw_differences(rows, scored, streams.described)}
+        """Draw a comparison, by names of files; empty: `tokenyard.evaluation` draws it."""
+        return {}
 
 
 AnyProblem = Problem[Any, Any, Any, Any]

@@ -11,8 +11,9 @@ import numpy as np
 from ray import tune
 
 import envs
+from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.problem import PROBLEM
-from tokenyard.allocation.scenario import PAPER_WEIGHTS, Objective, load_allocation
+from tokenyard.allocation.scenario import PAPER_WEIGHTS, Objective
 from tokenyard.allocation.tabular import TabularLearner
 from tokenyard.rl.allocation.trial import AllocationTrainable
 from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, trial_of

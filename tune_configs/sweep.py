@@ -23,7 +23,7 @@ from ray.tune.logger import JsonLoggerCallback
 
 from tokenyard import registry
 from tokenyard.artifact import model_name
-from tokenyard.evaluation import Comparison, Map, rank
+from tokenyard.evaluation import Comparison, Map, figures_of, rank
 from tokenyard.figures import draw_trade_off, learning_curves
 from tokenyard.problem import AnyProblem, Artifact, Row, Scenario
 from tokenyard.promotion import Verdict, judge_candidate, rivals
@@ -441,7 +441,7 @@ def record(
     for name, rows in tables.items():
         client.log_table(run_id, _columns(rows), f"tables/{name}.json")
     ranking = report.ranking
-    figures = sweep.problem.figures(sweep.scenario, ranking.streams, ranking.runs, ranking.rows)
+    figures = figures_of(sweep.problem, sweep.scenario, ranking.streams, ranking.runs, ranking.rows)
     figures |= draw_learning_curves(sweep, trials, report) | draw_trade_offs(sweep, trials, report)
     for name, figure in figures.items():
         client.log_figure(run_id, figure, f"figures/{name}.png")

@@ -14,10 +14,10 @@ from serve_app.cluster import AllocatedPool
 from serve_app.policy.loading import ask_registry
 from tokenyard.allocation.artifact import learned_for, resolve_allocation_champion
 from tokenyard.allocation.dynamics import NUM_OUT, Model, measurements, run_slot
-from tokenyard.allocation.plans import PlanTable, plan_table
+from tokenyard.allocation.plans import PlanTable, load_allocation, plan_table
 from tokenyard.allocation.policies import BEST_RULE, make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
-from tokenyard.allocation.scenario import AllocationScenario, load_allocation
+from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.types import AllocationPolicy, Plan, SlotMeasurements
 from tokenyard.artifact import NoChampionError, RegisteredPolicy, RegistryError
 from tokenyard.registry import CANDIDATE, CHAMPION

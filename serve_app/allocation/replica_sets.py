@@ -20,7 +20,8 @@ from serve_app.allocation.allocator import Allocator, AllocatorSettings
 from serve_app.allocation.plans import check_allocation, load_plan_policy, start_of
 from serve_app.allocation.transition import Held, Shape
 from serve_app.cluster import AllocatedPool, Cluster, Pool
-from serve_app.gateway.backends import Backend, ServeBackend
+from serve_app.gateway.backends import ServeBackend
+from serve_app.gateway.exchange import Backend
 from serve_app.gateway.gateway import Gateway
 from tokenyard.allocation.telemetry import TELEMETRY_FILE, SlotRecord, append_record
 

@@ -7,11 +7,10 @@ import math
 from dataclasses import dataclass, field
 
 from serve_app.cluster import SloClass
-from serve_app.gateway.backends import Backend
-from serve_app.gateway.decision_log import DecisionRecord
-from serve_app.gateway.exchange import Downstream, InferenceRequest
+from serve_app.gateway.decision_record import DecisionRecord
+from serve_app.gateway.exchange import Backend, Downstream, InferenceRequest
 from serve_app.gateway.generation import new_id
-from serve_app.gateway.placement import Pick
+from serve_app.gateway.pick import Pick
 from serve_app.gateway.rate_limits import Grant
 from serve_app.gateway.replicas import Prompt, ReplicaState
 from serve_app.models import ServedModel

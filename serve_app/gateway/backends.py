@@ -1,11 +1,11 @@
-"""Where replicas live: what the gateway asks of a pool, and a pool that Serve runs."""
+"""A pool whose replicas Ray Serve runs, and the pools of a cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from serve_app.cluster import Cluster, EngineProfile, Pool
 from serve_app.engines.base import EngineStatus
@@ -37,46 +37,6 @@ from serve_app.gateway.upstream import Connection, Origin
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
     from ray.serve.request_router import RunningReplica
-
-
-class Backend(Protocol):
-    """A pool, as the gateway uses it."""
-
-    name: str
-    takes_any: bool
-    """Whether its replicas say themselves what they do not understand."""
-
-    @property
-    def max_model_tokens(self) -> float:
-        """Longest prompt plus output that its replicas take; infinite: nobody says."""
-        ...
-
-    def refresh(self, table: ReplicaTable, now_s: float) -> None:
-        """Tell the collector which replicas there are and what they published; cheap."""
-        ...
-
-    def ray_replicas(self) -> tuple[Any, ...]:
-        """Replicas as Ray's own router takes them."""
-        ...
-
-    async def answer(self, replica_id: str, attempt: Attempt) -> None:
-        """Have one replica answer a request; being cancelled cancels it there.
-
-        Raises:
-            ReplicaFailed: It is gone, full, late or broken. The text does not say where it is,
-                since callers read it.
-            RequestRejected: It has something against the request.
-        """
-        ...
-
-    def host_loads(self) -> dict[str, dict[str, float]]:
-        """Load of every replica's machine, by replica."""
-        ...
-
-    def by_our_clock(self, replica_id: str, status: EngineStatus, now_s: float) -> EngineStatus:
-        """Return what a replica told with an answer, with the time by our clock."""
-        ...
-
 
 logger = logging.getLogger(__name__)
 

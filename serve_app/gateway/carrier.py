@@ -41,7 +41,6 @@ from serve_app.gateway.generation import (
     ReplicaRefused,
     RequestRejected,
 )
-from serve_app.gateway.tracing import with_line
 from tokenyard.routing.types import OrderKey
 
 logger = logging.getLogger(__name__)
@@ -330,7 +329,7 @@ class Carrier:
                 if kind == Kind.REFUSED:
                     _refuse(payload)
                 pool, replica_id, order_key, headers, trace = read_place(payload)
-                traced = with_line(request, trace) if trace else request
+                traced = request.traced(trace) if trace else request
                 attempt = _Attempt(link, number, traced, downstream, order_key)
                 if headers:
                     downstream.add_headers(headers)

@@ -19,7 +19,6 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
-from serve_app.gateway.backends import Backend
 from serve_app.gateway.carrier_wire import (
     FrameProtocol,
     Hello,
@@ -34,7 +33,7 @@ from serve_app.gateway.carrier_wire import (
     write_refusal,
 )
 from serve_app.gateway.engine_wire import read_status
-from serve_app.gateway.exchange import Attempt, Headers
+from serve_app.gateway.exchange import Attempt, Backend, Headers
 from serve_app.gateway.gateway import Draining, Gateway, Refused, Unanswerable, Unserved
 from serve_app.gateway.generation import (
     ReplicaFailed,

@@ -13,13 +13,11 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenyard.routing.types import OrderKey, ReplicaSnapshot, Request
-from tokenyard.types import FloatArray
+from serve_app.gateway.decision_record import DecisionRecord
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,49 +32,6 @@ _CANDIDATES_PER_FILE = 250_000
 _CANDIDATES_PER_GROUP = 50_000
 """Laid out at once: meanwhile no other thread runs Python."""
 _CLOSE_S = 30.0
-
-
-# Not frozen: that takes four times as long to make, and every request makes one.
-@dataclass(slots=True, eq=False)
-class DecisionRecord:
-    """One decision and its request's end."""
-
-    decision_id: str
-    request_id: str
-    attempt: int
-    """0 for the first time that the request was placed."""
-    time_s: float
-    """Unix time of the decision, seconds."""
-    policy: str
-    """`name@sha256`."""
-    service_class: str
-    request: Request
-    snapshots: Sequence[ReplicaSnapshot]
-    pools: tuple[str, ...]
-    """Pool of every candidate."""
-    scores: FloatArray | None
-    index: int
-    propensity: float | None
-    explored: bool
-    fallback_reason: str | None
-    decision_us: float
-    outcome: str
-    """`stop`, `length`, `abort` (the client left), `timeout`, `cut_off` (the gateway ended),
-    `failed`, `rejected` (the endpoint has something against the request); `unknown` where only the
-    choice was asked for."""
-    output_tokens: int
-    ttft_s: float
-    """Arrival to first token; NaN: there was none."""
-    response_s: float
-    """Arrival to the end; NaN: it was not completed."""
-    arm: str = "champion"
-    """Whose decision it was while a canary had its share: `champion` or `canary`."""
-    mlflow_run: str | None = None
-    """Run that trained the policy, where it comes from the registry."""
-    order_key: OrderKey | None = None
-    """Key that it waited by, Unix time, seconds; None: behind all that waited."""
-    num_sends: int = 0
-    """Times that the attempt sent the request: 2 where a connection that was kept was closed."""
 
 
 class DecisionLog:

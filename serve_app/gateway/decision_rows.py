@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from serve_app.gateway.decision_record import DecisionRecord
 from tokenyard.routing import snapshot_table as st
 from tokenyard.routing.snapshot_table import SnapshotTable
 from tokenyard.types import FloatArray
-
-if TYPE_CHECKING:
-    from serve_app.gateway.decision_log import DecisionRecord
 
 FORMAT_VERSION = 6
 

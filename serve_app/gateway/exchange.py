@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.base import EngineStatus, FinishReason
 from serve_app.gateway.callers import ANYBODY, Caller
-from serve_app.gateway.replicas import Prompt
+from serve_app.gateway.replicas import Prompt, ReplicaTable
+from serve_app.gateway.tracing import PARENT, RequestSpan
 from tokenyard.routing.types import OrderKey
-
-if TYPE_CHECKING:
-    from serve_app.gateway.tracing import RequestSpan
 
 Headers = Sequence[tuple[bytes, bytes]]
 _GENERATING = (b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages")
@@ -80,16 +78,24 @@ class InferenceRequest:
         """The prompt, with the names of its blocks where they were asked for."""
         return Prompt(self.token_ids) if self.hashed is None else self.hashed
 
+    def span_attributes(self, model: str, class_name: str) -> dict[str, str | int]:
+        """What its span says of it: the model that answers, its class and its size."""
+        return {
+            "gen_ai.request.model": model, "gen_ai.request.max_tokens": self.max_tokens,
+            "gen_ai.usage.input_tokens": len(self.token_ids),
+            "tokenyard.request_id": self.request_id, "tokenyard.class": class_name,
+            "tokenyard.tenant": self.tenant or self.caller.tenant,
+        }  # fmt: skip
+
+    def traced(self, line: bytes, span: RequestSpan | None = None) -> InferenceRequest:
+        """As endpoints get it that are to know a span: its header's line replaces the caller's."""
+        lines = self.call.headers.splitlines(keepends=True)
+        others = b"".join(one for one in lines if one.partition(b":")[0] != PARENT)
+        return replace(self, call=replace(self.call, headers=others + line), span=span)
+
     def is_for(self, backend: Backend) -> bool:
         """Whether the replicas of a pool can answer it."""
         return backend.takes_any or self.for_engines
-
-
-class Backend(Protocol):
-    """A pool, as far as requests know it."""
-
-    takes_any: bool
-    """Whether its replicas say themselves what they do not understand."""
 
 
 class Downstream(Protocol):
@@ -171,4 +177,43 @@ class Attempt(Protocol):
 
     def publish(self, status: EngineStatus) -> None:
         """Note the state of the replica, which it told with its answer."""
+        ...
+
+
+class Backend(Protocol):
+    """A pool, as the gateway uses it."""
+
+    name: str
+    takes_any: bool
+    """Whether its replicas say themselves what they do not understand."""
+
+    @property
+    def max_model_tokens(self) -> float:
+        """Longest prompt plus output that its replicas take; infinite: nobody says."""
+        ...
+
+    def refresh(self, table: ReplicaTable, now_s: float) -> None:
+        """Tell the collector which replicas there are and what they published; cheap."""
+        ...
+
+    def ray_replicas(self) -> tuple[Any, ...]:
+        """Replicas as Ray's own router takes them."""
+        ...
+
+    async def answer(self, replica_id: str, attempt: Attempt) -> None:
+        """Have one replica answer a request; being cancelled cancels it there.
+
+        Raises:
+            ReplicaFailed: It is gone, full, late or broken. The text does not say where it is,
+                since callers read it.
+            RequestRejected: It has something against the request.
+        """
+        ...
+
+    def host_loads(self) -> dict[str, dict[str, float]]:
+        """Load of every replica's machine, by replica."""
+        ...
+
+    def by_our_clock(self, replica_id: str, status: EngineStatus, now_s: float) -> EngineStatus:
+        """Return what a replica told with an answer, with the time by our clock."""
         ...

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.base import EngineStatus, FinishReason
 from serve_app.gateway.answer import Answer, record_of
-from serve_app.gateway.backends import Backend
 from serve_app.gateway.callers import ANYBODY
 from serve_app.gateway.clocks import steady_unix_s
 from serve_app.gateway.decision_log import DecisionLog
-from serve_app.gateway.exchange import Downstream, Headers, InferenceRequest
+from serve_app.gateway.exchange import Backend, Downstream, Headers, InferenceRequest
 from serve_app.gateway.generation import (
     ReplicaFailed,
     ReplicaFull,
@@ -36,7 +35,8 @@ from serve_app.gateway.history import History
 from serve_app.gateway.holding import Holding, QueueFull, WaitedTooLong
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.outliers import OutlierDetector
-from serve_app.gateway.placement import Pick, Placement, ReplicaStatus
+from serve_app.gateway.pick import Pick
+from serve_app.gateway.placement import Placement, ReplicaStatus
 from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
 from serve_app.gateway.replicas import ReplicaState, ReplicaTable
 from serve_app.gateway.tracing import Tracing
@@ -175,9 +175,9 @@ class Gateway:
         """
         if self.tracing is None:
             return await self._serve(request, service_class, downstream)
-        name = self._model_of(request).name
-        with self.tracing.request(request, name, service_class.name) as traced:
-            await self._serve(traced, service_class, downstream)
+        attributes = request.span_attributes(self._model_of(request).name, service_class.name)
+        with self.tracing.request(request.trace, attributes) as (span, line):
+            await self._serve(request.traced(line, span), service_class, downstream)
 
     async def _serve(
         self, request: InferenceRequest, service_class: SloClass, downstream: Downstream

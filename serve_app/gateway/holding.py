@@ -19,7 +19,8 @@ from serve_app.engines.waiting import WaitingLine
 from serve_app.gateway.generation import ReplicaFull
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.order import order_fields
-from serve_app.gateway.placement import Pick, Placeable, Placement
+from serve_app.gateway.pick import Pick
+from serve_app.gateway.placement import Placeable, Placement
 from tokenyard.routing.types import OrderKey
 
 _LOOK_EVERY_S = 0.05

@@ -10,21 +10,21 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from serve_app.cluster import Cluster
-from serve_app.gateway.backends import Backend
+from serve_app.gateway.exchange import Backend
 from serve_app.gateway.generation import ReplicaFull
 from serve_app.gateway.history import History
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.order import bounded_key
 from serve_app.gateway.outliers import BackOff, OutlierDetector
+from serve_app.gateway.pick import Pick
 from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
-from serve_app.policy.experiment import Arm
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT, Choice
 from tokenyard.routing.observation import WAIT_S
@@ -101,25 +101,6 @@ class Placeable(Protocol):
     """Whether it has been placed before, or held, and so has the key that it waits by."""
     order_key: OrderKey | None
     """That key, Unix time, seconds; None: it waits behind all that are there."""
-
-
-# Not frozen: that takes four times as long to make, and every request makes one.
-@dataclass(slots=True)
-class Pick:
-    """Where an attempt goes, and what was known when that was decided."""
-
-    time_s: float
-    """When that was, Unix time, seconds."""
-    replica: ReplicaState
-    choice: Choice
-    snapshots: SnapshotTable
-    request: Request
-    policy: str
-    mlflow_run: str | None
-    arm: Arm
-    by_ray: bool
-    order_key: OrderKey | None
-    """Key that the request waits by, Unix time, seconds; None: it waits behind all others."""
 
 
 class Placement:

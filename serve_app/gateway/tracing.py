@@ -11,12 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from serve_app.gateway.exchange import InferenceRequest
-from serve_app.gateway.placement import Pick
+from serve_app.gateway.pick import Pick
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -25,8 +23,8 @@ if TYPE_CHECKING:
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_PARENT = b"traceparent"
-HEADERS = (_PARENT, b"tracestate")
+PARENT = b"traceparent"
+HEADERS = (PARENT, b"tracestate")
 """Those of W3C Trace Context."""
 
 
@@ -104,36 +102,26 @@ class Tracing:
 
     @contextlib.contextmanager
     def request(
-        self, request: InferenceRequest, model: str, class_name: str
-    ) -> Iterator[InferenceRequest]:
-        """Trace a request while it is served; yields it as its endpoints get it.
+        self, trace: bytes, attributes: Mapping[str, str | int]
+    ) -> Iterator[tuple[RequestSpan, bytes]]:
+        """Trace a request while it is served; yields its span, and the header's line that names it.
 
         Args:
-            request: Its span is below its caller's, where that named one.
-            model: What answers.
-            class_name: Its class.
+            trace: Header lines by which the caller names its trace; empty: it does not.
+            attributes: Of the span.
         """
-        span = RequestSpan(begun := self._begin(request, model, class_name))
+        from opentelemetry.trace import SpanKind
+
+        parent = self._propagator.extract(_fields_of(trace))
+        begun = self._tracer.start_span("request", parent, SpanKind.SERVER, attributes)
+        span = RequestSpan(begun)
         try:
-            yield replace(with_line(request, self._line_of(begun)), span=span)
+            yield span, self._line_of(begun)
         except BaseException as error:
             span.fail(error)
             raise
         finally:
             span.end()
-
-    def _begin(self, request: InferenceRequest, model: str, class_name: str) -> Span:
-        from opentelemetry.trace import SpanKind
-
-        return self._tracer.start_span(
-            "request", self._propagator.extract(_fields_of(request.trace)), SpanKind.SERVER,
-            {
-                "gen_ai.request.model": model, "gen_ai.request.max_tokens": request.max_tokens,
-                "gen_ai.usage.input_tokens": len(request.token_ids),
-                "tokenyard.request_id": request.request_id, "tokenyard.class": class_name,
-                "tokenyard.tenant": request.tenant or request.caller.tenant,
-            },
-        )  # fmt: skip
 
     def _line_of(self, span: Span) -> bytes:
         """The header's line that names a span."""
@@ -160,13 +148,6 @@ def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
     if is_off or name == "none":
         return None
     return Tracing(_exporter(name, environment))
-
-
-def with_line(request: InferenceRequest, line: bytes) -> InferenceRequest:
-    """Let an endpoint know a span: a header's line takes the place of the caller's."""
-    kept = request.call.headers.splitlines(keepends=True)
-    others = b"".join(one for one in kept if one.partition(b":")[0] != _PARENT)
-    return replace(request, call=replace(request.call, headers=others + line))
 
 
 def _exporter(name: str, environment: Mapping[str, str]) -> SpanExporter:

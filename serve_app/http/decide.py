@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter, Depends
 
-from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
+from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.decision_record import DecisionRecord
 from serve_app.gateway.order import order_fields
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import RouteAnswer, RouteMessage

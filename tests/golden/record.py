@@ -34,9 +34,10 @@ import numpy as np
 import yaml
 
 from serve_app import app as serving
+from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.policies import BEST_RULE, make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
-from tokenyard.allocation.scenario import allocation_names, load_allocation
+from tokenyard.allocation.scenario import allocation_names
 from tokenyard.allocation.types import AllocationState, SlotMeasurements
 from tokenyard.regions.scenario import load_regions, region_names
 from tokenyard.routing.artifact import DEFAULT_RULE, PolicyArtifact, learned_policy

@@ -6,7 +6,7 @@ import pytest
 from envs import ParallelismVectorEnv
 from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.planner import make_planner
-from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.simulator.run import StreamRunner
 
 pytestmark = pytest.mark.slow

@@ -27,9 +27,9 @@ from tokenyard.allocation.dynamics import (
     make_model,
     run_slot,
 )
-from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.plans import load_allocation, plan_table
 from tokenyard.allocation.problem import PROBLEM
-from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
+from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.allocation.simulator import AllocationOutcomes
 from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.problem import Row

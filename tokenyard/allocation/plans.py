@@ -17,12 +17,13 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.special import ndtr
 
+from tokenyard.allocation.scenario import FOLDER, AllocationScenario
 from tokenyard.allocation.types import Parallelism, Plan
+from tokenyard.config import fitted, read_fields
 from tokenyard.perf.hardware import load_gpu
 from tokenyard.perf.iteration import iteration_parts
 from tokenyard.perf.models import load_llm
@@ -30,9 +31,6 @@ from tokenyard.perf.power import flop_utilisation, power_w
 from tokenyard.perf.replica import Replica, make_replica
 from tokenyard.perf.serving import prefill_s
 from tokenyard.types import BoolArray, FloatArray, IntArray
-
-if TYPE_CHECKING:
-    from tokenyard.allocation.scenario import AllocationScenario
 
 MOST_HYBRID_TP = 4
 """Most GPUs of one of several tensor-parallel replicas."""
@@ -61,6 +59,24 @@ class _Curves:
     power_w: FloatArray
     batch_share: FloatArray
     network_share: FloatArray
+
+
+def load_allocation(name: str) -> AllocationScenario:
+    """Read a shipped allocation scenario by name, or a YAML file by path.
+
+    Raises:
+        ValueError: Unknown name (with the closest one), a file that does not fit the model, or a
+            model that fits on no plan.
+    """
+    fields = read_fields(name, "allocation scenario", "tokenyard", FOLDER)
+    scenario = fitted(AllocationScenario, fields, f"allocation scenario {name}")
+    if not feasible_plans(scenario):
+        pool = " + ".join(f"{group.count} x {group.gpu}" for group in scenario.pool)
+        raise ValueError(
+            f"allocation scenario {name}: llm {scenario.llm!r} fits on no plan of pool {pool}: "
+            "take more GPUs, a smaller model, a higher memory fraction or looser SLOs"
+        )
+    return scenario
 
 
 def parallelism_kinds(scenario: AllocationScenario) -> tuple[Parallelism, ...]:

@@ -10,11 +10,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tokenyard.config import FrozenModel, fitted, read_fields, shipped_names
+from tokenyard.config import FrozenModel, shipped_names
 from tokenyard.perf.hardware import load_gpu
 from tokenyard.perf.models import Precision, load_llm
 
-_FOLDER = "scenarios/allocation"
+FOLDER = "scenarios/allocation"
 
 
 class GpuGroup(FrozenModel):
@@ -197,18 +197,6 @@ class AllocationScenario(FrozenModel):
             )
         return self
 
-    @model_validator(mode="after")
-    def _some_plan_serves(self) -> Self:
-        # Imported here: plans are made from scenarios.
-        from tokenyard.allocation.plans import feasible_plans
-
-        if not feasible_plans(self):
-            raise ValueError(
-                f"llm {self.llm!r} fits on no plan of pool {_words(self.pool)}: take more GPUs, a "
-                "smaller model, a higher memory fraction or looser SLOs"
-            )
-        return self
-
     @property
     def num_gpus(self) -> int:
         """GPUs of the pool."""
@@ -225,20 +213,6 @@ class AllocationScenario(FrozenModel):
         return round(86_400 / self.slot_s)
 
 
-def _words(pool: tuple[GpuGroup, ...]) -> str:
-    return " + ".join(f"{group.count} x {group.gpu}" for group in pool)
-
-
 def allocation_names() -> list[str]:
     """Names of the allocation scenarios that ship with the package, sorted."""
-    return shipped_names("tokenyard", _FOLDER)
-
-
-def load_allocation(name: str) -> AllocationScenario:
-    """Read a shipped allocation scenario by name, or a YAML file by path.
-
-    Raises:
-        ValueError: Unknown name (with the closest one), or a file that does not fit the model.
-    """
-    fields = read_fields(name, "allocation scenario", "tokenyard", _FOLDER)
-    return fitted(AllocationScenario, fields, f"allocation scenario {name}")
+    return shipped_names("tokenyard", FOLDER)

@@ -10,7 +10,7 @@ from tokenyard.allocation.bounds import clairvoyant_plans, free_switching
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.paper.simulator import LearningConfig, learn, literal_table
 from tokenyard.allocation.planner import make_planner
-from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.allocation.tabular import TabularLearner
 from tokenyard.regions.demand import sample_stream

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,8 @@ from tokenyard.routing.policies.tuned import find_tuned
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores import residual as corrected
 from tokenyard.routing.scores.order import FIRST_COME, NUM_ORDER_WEIGHTS
-from tokenyard.routing.types import PolicyRunner, ScoringPolicy
+from tokenyard.routing.scores.residual import ResidualNetwork
+from tokenyard.routing.types import ScoringPolicy
 from tokenyard.types import FloatArray
 from tokenyard.workload.features import RobustScaler
 from tokenyard.workload.model import WorkloadModel, load_model
@@ -45,6 +47,38 @@ from tokenyard.workload.model import WorkloadModel, load_model
 DEFAULT_RULE = "marginal_delay+sjf@60"
 """What decides where no policy was trained and no rule was tuned, on servers of any kind
 (docs/results/any-cluster.md)."""
+
+
+class StreamRunner(Protocol):
+    """Runs streams under a policy, all copies at once: what trained policies need of a simulator.
+
+    Actions have shape (num_copies,), observations (num_copies, size).
+    """
+
+    def run_linear(self, weights: FloatArray, mean_total_tokens: float, order: FloatArray) -> None:
+        """Run all streams to the end under the linear policy of these weights, in an order."""
+
+    def run_residual(
+        self, correction: ResidualNetwork, mean_total_tokens: float, order: FloatArray
+    ) -> None:
+        """Run all streams to the end under a corrected policy, in an order."""
+
+    def order_by(self, order: FloatArray) -> None:
+        """Let requests that are placed one by one wait by an order."""
+
+    def observe(self) -> npt.NDArray[np.float32]:
+        """Encode what the router sees."""
+
+    def step_and_observe(
+        self, actions: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.float32], FloatArray]:
+        """Place every copy's waiting request and run to its next decision."""
+
+    def drain(self) -> FloatArray:
+        """Let every copy finish what it holds; return what that earns, shape (num_copies,)."""
+
+    def undecided(self) -> bool:
+        """Whether any copy has a request left to be placed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +126,7 @@ class RoutingKind(Kind[PolicyArtifact]):
 
     policy: MakePolicy
     """Makes it for one stream of requests, with the calendar time of second 0."""
-    run: Callable[[PolicyArtifact, PolicyRunner], None] = field(kw_only=True)
+    run: Callable[[PolicyArtifact, StreamRunner], None] = field(kw_only=True)
     """Runs all streams of a simulator to the end under the greedy policy, in compiled code."""
     needs_engine: Callable[[PolicyArtifact], bool | None] = lambda artifact: None
     """Whether it decides between replicas that batch continuously; None: between any."""
@@ -146,18 +180,18 @@ def _check_inputs(artifact: PolicyArtifact) -> None:
         raise ValueError("a network needs scaling in its metadata")
 
 
-def _run_linear(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
+def _run_linear(artifact: PolicyArtifact, sim: StreamRunner) -> None:
     order = order_weights(artifact.arrays)
     sim.run_linear(artifact.arrays["weights"], artifact.metadata.mean_total_tokens, order)
 
 
-def _run_residual(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
+def _run_residual(artifact: PolicyArtifact, sim: StreamRunner) -> None:
     correction = corrected.fold(artifact.arrays, artifact.layers)
     order = order_weights(artifact.arrays)
     sim.run_residual(correction, artifact.metadata.mean_total_tokens, order)
 
 
-def _run_network(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
+def _run_network(artifact: PolicyArtifact, sim: StreamRunner) -> None:
     sim.order_by(order_weights(artifact.arrays))
     observations = sim.observe()
     while sim.undecided():

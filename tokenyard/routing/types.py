@@ -6,16 +6,10 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from tokenyard.routing.sent_queues import SentQueues
 from tokenyard.types import FloatArray
-
-if TYPE_CHECKING:
-    from tokenyard.routing.scores.residual import ResidualNetwork
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,35 +245,3 @@ def counted_in(policy: RoutingPolicy) -> int:
     asked = getattr(policy, "placement", policy)
     tokens: int = getattr(asked, "prompt_block_tokens", 0)
     return tokens
-
-
-class PolicyRunner(Protocol):
-    """Runs streams under a policy, all copies at once: what trained policies need of a simulator.
-
-    Actions have shape (num_copies,), observations (num_copies, size).
-    """
-
-    def run_linear(self, weights: FloatArray, mean_total_tokens: float, order: FloatArray) -> None:
-        """Run all streams to the end under the linear policy of these weights, in an order."""
-
-    def run_residual(
-        self, correction: ResidualNetwork, mean_total_tokens: float, order: FloatArray
-    ) -> None:
-        """Run all streams to the end under a corrected policy, in an order."""
-
-    def order_by(self, order: FloatArray) -> None:
-        """Let requests that are placed one by one wait by an order."""
-
-    def observe(self) -> npt.NDArray[np.float32]:
-        """Encode what the router sees."""
-
-    def step_and_observe(
-        self, actions: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.float32], FloatArray]:
-        """Place every copy's waiting request and run to its next decision."""
-
-    def drain(self) -> FloatArray:
-        """Let every copy finish what it holds; return what that earns, shape (num_copies,)."""
-
-    def undecided(self) -> bool:
-        """Whether any copy has a request left to be placed."""

@@ -1,18 +1,12 @@
-"""Where trace files lie, what the published ones are called, and how one is to be read."""
+"""Where trace files lie, and what the published ones are called."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from tokenyard.workload.trace import Trace
+from typing import Literal
 
 TimeUnit = Literal["s", "ms", "us", "ns"]
 OnBadRow = Literal["raise", "skip"]
@@ -58,34 +52,3 @@ def find_trace(name: str) -> Path | None:
         raise ValueError(f"unknown trace {name!r}; choose one of {sorted(TRACE_FILES)}")
     candidates = (folder / file for file in TRACE_FILES[name] for folder in data_folders())
     return next((path for path in candidates if path.is_file()), None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TraceOptions:
-    """How a trace is read: options of all commands that take one."""
-
-    time_unit: TimeUnit | None = None
-    """Unit of the trace's times where they are numbers; None: found out."""
-    block_tokens: int | None = None
-    """Tokens of the prompt that one of the trace's hash ids stands for; None: its layout's."""
-    on_bad_row: OnBadRow = "raise"
-    """Whether a malformed row of the trace stops the run, or is left out and counted, up to 1 %."""
-
-    def read(self, trace: Path | str) -> tuple[Trace, int]:
-        """Read a file, or the published trace of that name; say on stderr what was recognised.
-
-        Returns:
-            The trace, and how many bad rows were left out.
-
-        Raises:
-            ValueError: There is no such file.
-            TraceError: As of `read_trace`.
-        """
-        # It needs pandas, which serving does without.
-        from tokenyard.workload.readers import read_trace
-
-        path = find_trace(str(trace)) if str(trace) in TRACE_FILES else Path(trace)
-        if path is None or not path.is_file():
-            raise ValueError(f"trace {trace} is not there")
-        tell = partial(print, file=sys.stderr)
-        return read_trace(path, self.on_bad_row, self.time_unit, self.block_tokens, tell)

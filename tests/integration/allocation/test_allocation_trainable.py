@@ -6,7 +6,7 @@ import yaml
 
 import envs
 from tokenyard.allocation.artifact import AllocationArtifact
-from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.plans import load_allocation
 from tokenyard.registry import ARTIFACT_FILE
 from tokenyard.rl.allocation.trial import AllocationTrainable
 

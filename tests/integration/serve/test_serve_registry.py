@@ -15,7 +15,7 @@ from serve_app.policy.lifecycle import Lifecycle
 from serve_app.policy.loading import resolve_policy
 from serve_app.policy.manager import PolicyManager
 from tokenyard.allocation.artifact import champion_or_planner
-from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.plans import load_allocation
 from tokenyard.artifact import ArtifactError
 from tokenyard.registry import mlflow_lookup, offer, settle
 

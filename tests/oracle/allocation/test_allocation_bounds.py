@@ -13,7 +13,7 @@ from tokenyard.allocation.bounds import (
 )
 from tokenyard.allocation.demand import DemandStream
 from tokenyard.allocation.dynamics import NUM_OUT, REWARD, run_slot
-from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.simulator.run import StreamRunner
 
 SCENARIO = load_allocation("a100x8_70b")

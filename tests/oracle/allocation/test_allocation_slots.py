@@ -4,8 +4,15 @@ import numpy as np
 import pytest
 
 from tokenyard.allocation import dynamics
-from tokenyard.allocation.plans import ATTAINED, NUM_CURVES, POWER_W, UTILISATION, plan_table
-from tokenyard.allocation.scenario import Objective, load_allocation
+from tokenyard.allocation.plans import (
+    ATTAINED,
+    NUM_CURVES,
+    POWER_W,
+    UTILISATION,
+    load_allocation,
+    plan_table,
+)
+from tokenyard.allocation.scenario import Objective
 from tokenyard.allocation.types import Plan
 
 SCENARIO = load_allocation("a100x8_13b")

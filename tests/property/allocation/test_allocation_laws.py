@@ -9,8 +9,8 @@ from sizes import scaled
 from tokenyard.allocation import dynamics
 from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.forecast import scenario_forecaster
-from tokenyard.allocation.plans import ATTAINED, UTILISATION, plan_table
-from tokenyard.allocation.scenario import SwitchBudget, allocation_names, load_allocation
+from tokenyard.allocation.plans import ATTAINED, UTILISATION, load_allocation, plan_table
+from tokenyard.allocation.scenario import SwitchBudget, allocation_names
 from tokenyard.allocation.simulator import AllocationSim
 
 SCENARIO = load_allocation("a100x8_13b")

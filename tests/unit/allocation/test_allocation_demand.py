@@ -15,7 +15,7 @@ from tokenyard.allocation.demand import (
     shipped_generator,
 )
 from tokenyard.allocation.forecast import Forecaster, scenario_forecaster
-from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.plans import load_allocation
 
 
 def trace():

@@ -8,10 +8,10 @@ import envs
 from tokenyard.allocation.artifact import AllocationArtifact, learned_allocation
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.observation import ALLOWED
-from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.plans import load_allocation, plan_table
 from tokenyard.allocation.policies.autoscaler import AutoscalerRule
 from tokenyard.allocation.policies.learned import NetworkPlan
-from tokenyard.allocation.scenario import SwitchBudget, load_allocation
+from tokenyard.allocation.scenario import SwitchBudget
 from tokenyard.allocation.simulator.run import StreamRunner, run_allocation
 from tokenyard.rl.allocation.training import demonstrations
 from tokenyard.rl.allocation.trial import AllocationTrialConfig

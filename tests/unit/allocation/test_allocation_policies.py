@@ -15,7 +15,7 @@ from tokenyard.allocation.demand import (
 )
 from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.planner import best_next, make_planner
-from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.plans import load_allocation, plan_table
 from tokenyard.allocation.policies import (
     ALLOCATION_BASELINES,
     BEST_RULE,
@@ -25,7 +25,6 @@ from tokenyard.allocation.policies.autoscaler import Autoscaler, AutoscalerRule,
 from tokenyard.allocation.policies.learned import ForecastPlanner
 from tokenyard.allocation.policies.rules import AllocationContext, load_tuned_allocation
 from tokenyard.allocation.problem import SUITES
-from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.simulator.run import StreamRunner, run_allocation
 from tokenyard.allocation.tabular import TabularConfig, TabularLearner
 from tokenyard.allocation.types import AllocationState

@@ -1,14 +1,10 @@
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from tokenyard.allocation.paper.simulator import LiteralWeights
-from tokenyard.allocation.plans import plan_table
-from tokenyard.allocation.scenario import (
-    AllocationScenario,
-    Objective,
-    allocation_names,
-    load_allocation,
-)
+from tokenyard.allocation.plans import load_allocation, plan_table
+from tokenyard.allocation.scenario import AllocationScenario, Objective, allocation_names
 
 VALID = {
     "name": "mine",
@@ -31,7 +27,6 @@ def test_every_shipped_scenario_has_plans_that_attain_its_slos(name):
         ({"pool": [{"gpu": "a100_40g", "count": 2}]}, "pool.0.gpu", "unknown gpu 'a100_40g'"),
         ({"pool": [{"gpu": "l4", "count": 0}]}, "pool.0.count", "greater than or equal to 1"),
         ({"llm": "gpt5"}, "llm", "unknown model"),
-        ({"pool": [{"gpu": "l4", "count": 2}], "llm": "llama2_70b"}, "", "fits on no plan"),
         ({"memory_fractions": [0.5, 1.1]}, "memory_fractions", r"1.1 is not in \(0, 1\]"),
         ({"memory_fractions": [0.0]}, "memory_fractions", r"0.0 is not in \(0, 1\]"),
         ({"objective": {"usd": -1}}, "objective.usd", "greater than or equal to 0"),
@@ -48,6 +43,16 @@ def test_bad_scenarios_are_refused_with_field_and_reason(change, field, reason):
         AllocationScenario.model_validate({**VALID, **change})
     found = ".".join(str(part) for part in caught.value.errors()[0]["loc"])
     assert found == field
+
+
+def test_a_model_that_fits_on_no_plan_is_refused_by_the_name_of_its_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    change = {"pool": [{"gpu": "l4", "count": 2}], "llm": "llama2_70b"}
+    file.write_text(yaml.safe_dump({**VALID, **change}))
+    with pytest.raises(
+        ValueError, match=r"mine\.yaml: llm 'llama2_70b' fits on no plan of pool 2 x l4"
+    ):
+        load_allocation(str(file))
 
 
 @pytest.mark.parametrize(("slot_s", "slots_per_day"), [(86_400, 1), (0.1, 864_000)])

@@ -6,7 +6,7 @@ from gymnasium.utils.env_checker import check_env
 
 import envs
 from envs import LiteralParallelismEnv, ParallelismEnv, ParallelismVectorEnv
-from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.plans import load_allocation
 
 GENERATED = load_allocation("a100x8_13b").model_copy(
     update={"demand": load_allocation("a100x8_13b").demand.model_copy(

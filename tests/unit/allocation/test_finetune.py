@@ -13,8 +13,8 @@ from tokenyard.allocation.demand import DemandStream
 from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.forecast import NUM_HORIZONS, NUM_RECENT, fit_forecaster
 from tokenyard.allocation.planner import make_planner
-from tokenyard.allocation.plans import plan_table
-from tokenyard.allocation.scenario import PAPER_WEIGHTS, load_allocation
+from tokenyard.allocation.plans import load_allocation, plan_table
+from tokenyard.allocation.scenario import PAPER_WEIGHTS
 from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.allocation.tabular import TabularConfig, TabularLearner
 from tokenyard.allocation.telemetry import TELEMETRY_FILE, SlotRecord, append_record

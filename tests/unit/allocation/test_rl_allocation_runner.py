@@ -7,7 +7,8 @@ from ray.rllib.core.columns import Columns
 
 import envs
 from tokenyard.allocation.observation import ALLOWED
-from tokenyard.allocation.scenario import SwitchBudget, load_allocation
+from tokenyard.allocation.plans import load_allocation
+from tokenyard.allocation.scenario import SwitchBudget
 from tokenyard.rl.allocation.training import allocation_config
 from tokenyard.rl.columnar.actions import actions_of
 from tokenyard.rl.columnar.env_runner import CLIPPED_FRACTION, ColumnarEnvRunner, RouterEnvRunner

@@ -7,7 +7,7 @@ from tokenyard.allocation.artifact import champion_or_planner
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.problem import PROBLEM, Demands
 from tokenyard.allocation.scenario import PAPER_WEIGHTS
-from tokenyard.evaluation import rank
+from tokenyard.evaluation import figures_of, rank
 from tokenyard.promotion import judge_candidate, rivals
 from tokenyard.rl.allocation.trial import AllocationTrialConfig
 from tune_configs.allocation import AllocationTrial, trainer_config
@@ -61,7 +61,7 @@ def test_policies_are_ranked_by_cost_and_their_days_are_paired(scenario, streams
     scores = [row["score"] for row in comparison.rows]
     assert scores == sorted(scores, reverse=True)
     assert all(row["score"] == -row["cost_with_penalty"] for row in comparison.rows)
-    figures = PROBLEM.figures(scenario, streams, comparison.runs, comparison.rows)
+    figures = figures_of(PROBLEM, scenario, streams, comparison.runs, comparison.rows)
     assert list(figures) == ["differences"]
 
 

@@ -11,7 +11,8 @@ from rich.console import Console
 from unit.serve_builders import marginal_artifact, network_artifact
 
 from pipelines import finetune
-from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
+from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.decision_record import DecisionRecord
 from serve_app.gateway.decision_rows import FORMAT_VERSION
 from serve_app.gateway.order import bounded_key
 from serve_app.policy.loading import resolve_policy

@@ -27,10 +27,10 @@ from serve_app.gateway import clocks
 from serve_app.http.allocation import make_router
 from serve_app.http.auth import Access
 from serve_app.http.reasons import BadRequest
-from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.plans import load_allocation, plan_table
 from tokenyard.allocation.policies import make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext, StaticPlan
-from tokenyard.allocation.scenario import SwitchBudget, load_allocation
+from tokenyard.allocation.scenario import SwitchBudget
 
 SCENARIO = load_allocation("emulated_l4x4")
 TABLE = plan_table(SCENARIO)

@@ -8,8 +8,7 @@ from ray.serve.config import AutoscalingConfig
 
 from serve_app.allocation.plans import find_plan
 from serve_app.autoscaling import PlannedReplicas
-from tokenyard.allocation.plans import LATENCY_S, UTILISATION, plan_table
-from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.plans import LATENCY_S, UTILISATION, load_allocation, plan_table
 
 SCENARIO = load_allocation("emulated_l4x4")
 TABLE = plan_table(SCENARIO)

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from serve_app.gateway import decision_log, decision_rows
-from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
+from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.decision_record import DecisionRecord
 from tokenyard.routing.snapshot_table import (
     MATCH_TOKENS,
     NUM_LIVE,

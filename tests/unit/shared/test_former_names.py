@@ -10,7 +10,8 @@ from serve_app.engines.base import EngineError
 from serve_app.engines.models import find_model
 from serve_app.ray_serve.replica import engine_class
 from tokenyard.allocation.artifact import AllocationArtifact, champion_or_planner
-from tokenyard.allocation.scenario import AllocationScenario, load_allocation
+from tokenyard.allocation.plans import load_allocation
+from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.artifact import ArtifactError
 from tokenyard.routing.artifact import resolve_champion
 from tokenyard.routing.scenario import load_scenario

@@ -18,7 +18,7 @@ from scripts import load_script, refusal
 
 from pipelines import cli
 from tokenyard.provenance import ResultFile, command_line
-from tokenyard.workload.paths import TraceOptions
+from tokenyard.workload.trace_options import TraceOptions
 
 ROOT = Path(__file__).parents[3]
 MODULES = sorted(cli.verbs().values())

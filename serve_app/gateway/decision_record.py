@@ -1,0 +1,52 @@
+"""One row of the decision log, as the event loop hands it over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenyard.routing.types import OrderKey, ReplicaSnapshot, Request
+from tokenyard.types import FloatArray
+
+
+# Not frozen: that takes four times as long to make, and every request makes one.
+@dataclass(slots=True, eq=False)
+class DecisionRecord:
+    """One decision and its request's end."""
+
+    decision_id: str
+    request_id: str
+    attempt: int
+    """0 for the first time that the request was placed."""
+    time_s: float
+    """Unix time of the decision, seconds."""
+    policy: str
+    """`name@sha256`."""
+    service_class: str
+    request: Request
+    snapshots: Sequence[ReplicaSnapshot]
+    pools: tuple[str, ...]
+    """Pool of every candidate."""
+    scores: FloatArray | None
+    index: int
+    propensity: float | None
+    explored: bool
+    fallback_reason: str | None
+    decision_us: float
+    outcome: str
+    """`stop`, `length`, `abort` (the client left), `timeout`, `cut_off` (the gateway ended),
+    `failed`, `rejected` (the endpoint has something against the request); `unknown` where only the
+    choice was asked for."""
+    output_tokens: int
+    ttft_s: float
+    """Arrival to first token; NaN: there was none."""
+    response_s: float
+    """Arrival to the end; NaN: it was not completed."""
+    arm: str = "champion"
+    """Whose decision it was while a canary had its share: `champion` or `canary`."""
+    mlflow_run: str | None = None
+    """Run that trained the policy, where it comes from the registry."""
+    order_key: OrderKey | None = None
+    """Key that it waited by, Unix time, seconds; None: behind all that waited."""
+    num_sends: int = 0
+    """Times that the attempt sent the request: 2 where a connection that was kept was closed."""

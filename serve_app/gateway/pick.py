@@ -1,0 +1,30 @@
+"""The outcome of a placement: where one attempt goes, and what was known when that was decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve_app.gateway.replicas import ReplicaState
+from serve_app.policy.experiment import Arm
+from serve_app.policy.runner import Choice
+from tokenyard.routing.snapshot_table import SnapshotTable
+from tokenyard.routing.types import OrderKey, Request
+
+
+# Not frozen: that takes four times as long to make, and every request makes one.
+@dataclass(slots=True)
+class Pick:
+    """Where an attempt goes, and what was known when that was decided."""
+
+    time_s: float
+    """When that was, Unix time, seconds."""
+    replica: ReplicaState
+    choice: Choice
+    snapshots: SnapshotTable
+    request: Request
+    policy: str
+    mlflow_run: str | None
+    arm: Arm
+    by_ray: bool
+    order_key: OrderKey | None
+    """Key that the request waits by, Unix time, seconds; None: it waits behind all others."""
