@@ -18,26 +18,26 @@ from tokenyard.types import FloatArray
 FORMAT_VERSION = 6
 
 _FIXED = {
-    "tokens_per_s": st.TOKENS_PER_S,
-    "num_slots": st.MAX_BATCH,
-    "max_concurrency": st.MAX_BATCH,
-    "iteration_s": st.ITERATION_S,
-    "prefill_token_s": st.PREFILL_TOKEN_S,
-    "sequence_s": st.SEQUENCE_S,
-    "kv_token_s": st.KV_TOKEN_S,
-    "token_budget": st.TOKEN_BUDGET,
-    "kv_capacity_tokens": st.KV_CAPACITY_TOKENS,
+    "tokens_per_s": st.STATE_TOKENS_PER_S,
+    "num_slots": st.STATE_MAX_BATCH,
+    "max_concurrency": st.STATE_MAX_BATCH,
+    "iteration_s": st.STATE_ITERATION_S,
+    "prefill_token_s": st.STATE_PREFILL_TOKEN_S,
+    "sequence_s": st.STATE_SEQUENCE_S,
+    "kv_token_s": st.STATE_KV_TOKEN_S,
+    "token_budget": st.STATE_TOKEN_BUDGET,
+    "kv_capacity_tokens": st.STATE_KV_CAPACITY_TOKENS,
 }
 """Fields of a candidate by columns of `Candidates.fixed`."""
 _LIVE = {
-    "num_waiting": st.NUM_WAITING,
-    "num_running": st.NUM_RUNNING,
-    "mean_response_s": st.RESPONSE_S,
-    "observed_at_s": st.OBSERVED_AT_S,
-    "kv_used_fraction": st.KV_USED_FRACTION,
-    "prefill_in_flight_tokens": st.PREFILL_TOKENS,
-    "output_in_flight_tokens": st.OUTPUT_TOKENS,
-    "match_tokens": st.MATCH_TOKENS,
+    "num_waiting": st.LIVE_NUM_WAITING,
+    "num_running": st.LIVE_NUM_RUNNING,
+    "mean_response_s": st.LIVE_RESPONSE_S,
+    "observed_at_s": st.LIVE_OBSERVED_AT_S,
+    "kv_used_fraction": st.LIVE_KV_USED_FRACTION,
+    "prefill_in_flight_tokens": st.LIVE_PREFILL_TOKENS,
+    "output_in_flight_tokens": st.LIVE_OUTPUT_TOKENS,
+    "match_tokens": st.LIVE_MATCH_TOKENS,
 }
 """Fields of a candidate by columns of `SnapshotTable.live`."""
 _CANDIDATE = pa.struct([
@@ -139,7 +139,7 @@ def _of_tables(
     live = np.ascontiguousarray(np.concatenate([one.live for one in tables]).T)
     numbers = {name: fixed[at] for name, at in _FIXED.items()}
     numbers |= {name: live[at] for name, at in _LIVE.items()}
-    numbers["tokens_in_flight"] = live[st.PREFILL_TOKENS] + live[st.OUTPUT_TOKENS]
+    numbers["tokens_in_flight"] = live[st.LIVE_PREFILL_TOKENS] + live[st.LIVE_OUTPUT_TOKENS]
     numbers["predicted_wait_s"] = np.full(live.shape[1], np.nan)
     numbers["score"] = np.concatenate(
         [

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from serve_app.policy.runner import Choice
-from tokenyard.routing.snapshot_table import NUM_RUNNING, NUM_WAITING, SnapshotTable
+from tokenyard.routing.snapshot_table import LIVE_NUM_RUNNING, LIVE_NUM_WAITING, SnapshotTable
 
 BIN_S = 5.0
 _NUM_BINS = 180
@@ -110,7 +110,7 @@ def _decision(
 ) -> dict[str, Any]:
     candidates, live = snapshots.candidates, snapshots.live
     scores = [None] * len(live) if choice.scores is None else choice.scores.tolist()
-    waiting, running = live[:, [NUM_WAITING, NUM_RUNNING]].T.astype(int).tolist()
+    waiting, running = live[:, [LIVE_NUM_WAITING, LIVE_NUM_RUNNING]].T.astype(int).tolist()
     keys = ("replica_id", "pool", "score", "waiting", "running")
     rows = zip(candidates.replica_ids, candidates.pools, scores, waiting, running, strict=True)
     return {

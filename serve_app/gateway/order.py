@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, cast
 
+from tokenyard.routing.scores import waiting_key
 from tokenyard.routing.types import OrderKey
+
+_bounded: Callable[..., tuple[float, float, float]] = cast(Any, waiting_key.bounded_key).py_func
+"""In plain Python: compiled code costs more to call than this takes."""
 
 
 def bounded_key(
     asked: OrderKey | None, arrival_s: float, now_s: float, max_overtaking_s: float
 ) -> OrderKey | None:
-    """Return the key that a request waits by: as `tokenyard.routing.simulator.order`.
-
-    Whoever goes before another that was there first has arrived within the bound of the other's
-    placement, whatever a policy orders by.
+    """Return the key that a request waits by (`tokenyard.routing.scores.waiting_key`).
 
     Args:
-        asked: What the policy orders by, Unix time, seconds; None: it orders nothing, and so does
-            the answer: the request waits behind all that are there.
+        asked: What the policy orders by, Unix time, seconds; None: it orders nothing, and the
+            request waits behind all that are there.
         arrival_s: Arrival of the request, Unix time, seconds.
         now_s: When it is placed, Unix time, seconds.
         max_overtaking_s: Of the scenario.
     """
     if asked is None:
         return None
-    latest_s = now_s + max_overtaking_s
     # A policy may answer numbers of numpy, which are not written as Python writes its own.
-    key_s = float(min(max(asked.key_s, arrival_s), latest_s))
-    late_key_s = float(min(asked.late_key_s, latest_s))
-    if asked.late_at_s == math.inf or late_key_s <= key_s:
-        return OrderKey(key_s)
-    return OrderKey(key_s, float(asked.late_at_s), late_key_s)
+    numbers = tuple(map(float, asked))
+    return OrderKey(*_bounded(numbers, arrival_s, now_s, max_overtaking_s))
 
 
 def order_fields(order_key: OrderKey | None) -> dict[str, float | None]:

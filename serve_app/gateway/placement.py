@@ -31,9 +31,9 @@ from tokenyard.routing.observation import WAIT_S
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.sent_queues import SentQueues
 from tokenyard.routing.snapshot_table import (
-    MATCH_TOKENS,
-    NUM_WAITING,
-    OBSERVED_AT_S,
+    LIVE_MATCH_TOKENS,
+    LIVE_NUM_WAITING,
+    LIVE_OBSERVED_AT_S,
     SnapshotTable,
     keep_with_room,
 )
@@ -317,7 +317,7 @@ class Placement:
             choice = manager.pick_by_ray(index, started_ns)
         else:
             # Either all that are offered were heard of lately, or none.
-            stale = now_s - snapshots.live[0, OBSERVED_AT_S] > self._stale_after_s
+            stale = now_s - snapshots.live[0, LIVE_OBSERVED_AT_S] > self._stale_after_s
             last_sent_s = snapshots.last_sent_s
             choice = manager.pick(
                 request, snapshots, stale, arm, last_sent_s=last_sent_s, has_key=asked.is_ordered
@@ -337,7 +337,7 @@ class Placement:
         snapshots = self._table.snapshots(rows, prompt)
         if self._manager.sees_queues:
             # Here and not where a policy looks: one that never decides would let it grow.
-            sent, waiting = self._sent, snapshots.live[:, NUM_WAITING].copy()
+            sent, waiting = self._sent, snapshots.live[:, LIVE_NUM_WAITING].copy()
             sent.keep_latest(sent.rows_of(snapshots.replica_ids), waiting)
             snapshots.sent = sent
         return snapshots
@@ -479,7 +479,7 @@ class Placement:
     def _reserve(self, asked: Placeable, pick: Pick, now_s: float) -> None:
         """Note that the request is on its way, before anything else can be placed."""
         choice, context, replica = pick.choice, pick.request.context_tokens, pick.replica
-        match_tokens = int(pick.snapshots.live[choice.index, MATCH_TOKENS])
+        match_tokens = int(pick.snapshots.live[choice.index, LIVE_MATCH_TOKENS])
         output_tokens = pick.request.predicted_total_tokens - context
         replica.send(asked.request_id, asked.prompt, match_tokens, output_tokens, now_s)
         if self._manager.sees_queues:

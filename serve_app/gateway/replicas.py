@@ -86,10 +86,10 @@ class InFlight:
     def tell(self, row: Row) -> None:
         """Write all into a row, and from now on what changes."""
         self._row = row
-        row[columns.IN_FLIGHT] = self.count
-        row[columns.PREFILL_IN_FLIGHT] = self.prefill_tokens
-        row[columns.OUTPUT_IN_FLIGHT] = self.output_tokens
-        row[columns.MEAN_RESPONSE_S] = self.mean_response_s
+        row[columns.STATE_IN_FLIGHT] = self.count
+        row[columns.STATE_PREFILL_IN_FLIGHT] = self.prefill_tokens
+        row[columns.STATE_OUTPUT_IN_FLIGHT] = self.output_tokens
+        row[columns.STATE_MEAN_RESPONSE_S] = self.mean_response_s
 
     @property
     def count(self) -> int:
@@ -132,9 +132,9 @@ class InFlight:
         )
         self._prefill_tokens += assumed_prefill_tokens
         self._output_tokens += predicted_output_tokens
-        self._row[columns.IN_FLIGHT] = self.count
-        self._row[columns.PREFILL_IN_FLIGHT] = self.prefill_tokens
-        self._row[columns.OUTPUT_IN_FLIGHT] = self.output_tokens
+        self._row[columns.STATE_IN_FLIGHT] = self.count
+        self._row[columns.STATE_PREFILL_IN_FLIGHT] = self.prefill_tokens
+        self._row[columns.STATE_OUTPUT_IN_FLIGHT] = self.output_tokens
         self._remember(now_s)
 
     def receive(self, request_id: str, num_generated: int) -> None:
@@ -144,10 +144,10 @@ class InFlight:
             return
         if request.num_generated == 0:
             self._prefill_tokens -= request.assumed_prefill_tokens
-            self._row[columns.PREFILL_IN_FLIGHT] = self.prefill_tokens
+            self._row[columns.STATE_PREFILL_IN_FLIGHT] = self.prefill_tokens
         self._generated_tokens += num_generated - request.num_generated
         request.num_generated = num_generated
-        self._row[columns.OUTPUT_IN_FLIGHT] = self.output_tokens
+        self._row[columns.STATE_OUTPUT_IN_FLIGHT] = self.output_tokens
 
     def close(self, request_id: str, now_s: float, response_s: float | None = None) -> None:
         """Note the end of a request.
@@ -260,7 +260,7 @@ class ReplicaState:
     def tell(self, row: Row) -> None:
         """Write what is known into a row, and from now on what changes."""
         self._row = row
-        row[columns.LAST_SENT_S] = self.last_sent_s
+        row[columns.STATE_LAST_SENT_S] = self.last_sent_s
         self.in_flight.tell(row)
         self._tell_status()
 
@@ -286,12 +286,12 @@ class ReplicaState:
 
     def _tell_status(self) -> None:
         row, status = self._row, self.status
-        row[columns.PUBLISHED_WAITING] = status.num_waiting
-        row[columns.PUBLISHED_RUNNING] = status.num_running
-        row[columns.PUBLISHED_KV_USED] = status.kv_used_fraction
-        row[columns.PUBLISHED_AT_S] = status.observed_at_s
-        row[columns.ACCEPTING] = status.accepting
-        row[columns.SENT_WHEN_PUBLISHED] = self._count_when_published
+        row[columns.STATE_PUBLISHED_WAITING] = status.num_waiting
+        row[columns.STATE_PUBLISHED_RUNNING] = status.num_running
+        row[columns.STATE_PUBLISHED_KV_USED] = status.kv_used_fraction
+        row[columns.STATE_PUBLISHED_AT_S] = status.observed_at_s
+        row[columns.STATE_ACCEPTING] = status.accepting
+        row[columns.STATE_SENT_WHEN_PUBLISHED] = self._count_when_published
 
     def match_tokens(self, prompt: Prompt) -> int:
         """Leading tokens of a prompt that are believed to be cached; never the last one."""
@@ -315,7 +315,7 @@ class ReplicaState:
             request_id, rest, predicted_output_tokens, now_s, len(prompt.token_ids), blocks
         )
         self.last_sent_s = now_s
-        self._row[columns.LAST_SENT_S] = now_s
+        self._row[columns.STATE_LAST_SENT_S] = now_s
         if self.block_tokens:
             self._prefixes.send(blocks, self.row, self._capacity)
 
@@ -373,7 +373,7 @@ class ReplicaTable:
         )  # fmt: skip
         if pool not in self.pools:
             self.pools.append(pool)
-        self._state[number, columns.POOL] = self.pools.index(pool)
+        self._state[number, columns.STATE_POOL] = self.pools.index(pool)
         self.replicas[replica_id] = self._at[number] = replica
         self._tell_profile(replica)
         self._rows = None

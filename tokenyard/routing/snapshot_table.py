@@ -25,42 +25,42 @@ from tokenyard.routing.types import (
 from tokenyard.types import FloatArray, IntArray
 
 # Columns of the state, what is fixed first; units as in `ReplicaSnapshot` and `EngineSnapshot`.
-TOKENS_PER_S = 0
-MAX_BATCH = 1
-ITERATION_S = 2
-PREFILL_TOKEN_S = 3
-SEQUENCE_S = 4
-KV_TOKEN_S = 5
-TOKEN_BUDGET = 6
-KV_CAPACITY_TOKENS = 7
+STATE_TOKENS_PER_S = 0
+STATE_MAX_BATCH = 1
+STATE_ITERATION_S = 2
+STATE_PREFILL_TOKEN_S = 3
+STATE_SEQUENCE_S = 4
+STATE_KV_TOKEN_S = 5
+STATE_TOKEN_BUDGET = 6
+STATE_KV_CAPACITY_TOKENS = 7
 NUM_FIXED = 8
 # What the replica published, and how many of its requests in flight were this router's then.
-PUBLISHED_WAITING = 8
-PUBLISHED_RUNNING = 9
-PUBLISHED_KV_USED = 10
-PUBLISHED_AT_S = 11
-ACCEPTING = 12
-SENT_WHEN_PUBLISHED = 13
+STATE_PUBLISHED_WAITING = 8
+STATE_PUBLISHED_RUNNING = 9
+STATE_PUBLISHED_KV_USED = 10
+STATE_PUBLISHED_AT_S = 11
+STATE_ACCEPTING = 12
+STATE_SENT_WHEN_PUBLISHED = 13
 # What this router sent to the replica and has not got back.
-IN_FLIGHT = 14
-PREFILL_IN_FLIGHT = 15
-OUTPUT_IN_FLIGHT = 16
-MEAN_RESPONSE_S = 17
-LAST_SENT_S = 18
-POOL = 19
+STATE_IN_FLIGHT = 14
+STATE_PREFILL_IN_FLIGHT = 15
+STATE_OUTPUT_IN_FLIGHT = 16
+STATE_MEAN_RESPONSE_S = 17
+STATE_LAST_SENT_S = 18
+STATE_POOL = 19
 """Number of the replica's pool."""
 NUM_STATE = 20
 
 # Columns of what is live in a decision.
-NUM_WAITING = 0
-NUM_RUNNING = 1
-KV_USED_FRACTION = 2
-PREFILL_TOKENS = 3
-OUTPUT_TOKENS = 4
-MATCH_TOKENS = 5
-RESPONSE_S = 6
-OBSERVED_AT_S = 7
-SENT_S = 8
+LIVE_NUM_WAITING = 0
+LIVE_NUM_RUNNING = 1
+LIVE_KV_USED_FRACTION = 2
+LIVE_PREFILL_TOKENS = 3
+LIVE_OUTPUT_TOKENS = 4
+LIVE_MATCH_TOKENS = 5
+LIVE_RESPONSE_S = 6
+LIVE_OBSERVED_AT_S = 7
+LIVE_SENT_S = 8
 """When the replica was last sent a request, Unix time; no part of a snapshot."""
 NUM_LIVE = 9
 
@@ -87,17 +87,17 @@ def offer(
     accepting = fresh = 0
     for i in range(rows.shape[0]):
         row = state[rows[i]]
-        accepting += row[ACCEPTING] != 0.0
+        accepting += row[STATE_ACCEPTING] != 0.0
     for i in range(rows.shape[0]):
         row = state[rows[i]]
-        if accepting == 0 or row[ACCEPTING] != 0.0:
-            fresh += now_s - row[PUBLISHED_AT_S] <= stale_after_s
+        if accepting == 0 or row[STATE_ACCEPTING] != 0.0:
+            fresh += now_s - row[STATE_PUBLISHED_AT_S] <= stale_after_s
     num = 0
     for i in range(rows.shape[0]):
         row = state[rows[i]]
-        if accepting != 0 and row[ACCEPTING] == 0.0:
+        if accepting != 0 and row[STATE_ACCEPTING] == 0.0:
             continue
-        if fresh == 0 or now_s - row[PUBLISHED_AT_S] <= stale_after_s:
+        if fresh == 0 or now_s - row[STATE_PUBLISHED_AT_S] <= stale_after_s:
             out[num] = rows[i]
             num += 1
     return num
@@ -119,7 +119,7 @@ def keep_with_room(state: FloatArray, rows: IntArray, most: FloatArray, out: Int
     num = 0
     for i in range(rows.shape[0]):
         row = state[rows[i]]
-        if row[IN_FLIGHT] < most[int(row[POOL])]:
+        if row[STATE_IN_FLIGHT] < most[int(row[STATE_POOL])]:
             out[num] = rows[i]
             num += 1
     return num
@@ -149,26 +149,30 @@ def fill_live(
     """
     for i in range(rows.shape[0]):
         row, live = state[rows[i]], out[i]
-        sent, waiting, running = row[IN_FLIGHT], row[PUBLISHED_WAITING], row[PUBLISHED_RUNNING]
-        outstanding = max(waiting + running + (sent - row[SENT_WHEN_PUBLISHED]), sent)
+        sent, waiting, running = (
+            row[STATE_IN_FLIGHT],
+            row[STATE_PUBLISHED_WAITING],
+            row[STATE_PUBLISHED_RUNNING],
+        )
+        outstanding = max(waiting + running + (sent - row[STATE_SENT_WHEN_PUBLISHED]), sent)
         if waiting > 0.0:
             waiting = max(outstanding - running, 0.0)
         else:
-            waiting = max(outstanding - row[MAX_BATCH], 0.0)
+            waiting = max(outstanding - row[STATE_MAX_BATCH], 0.0)
         if sent > 0.0:
             share = outstanding / sent
-            live[PREFILL_TOKENS] = row[PREFILL_IN_FLIGHT] * share
-            live[OUTPUT_TOKENS] = row[OUTPUT_IN_FLIGHT] * share
+            live[LIVE_PREFILL_TOKENS] = row[STATE_PREFILL_IN_FLIGHT] * share
+            live[LIVE_OUTPUT_TOKENS] = row[STATE_OUTPUT_IN_FLIGHT] * share
         else:
-            live[PREFILL_TOKENS] = waiting * mean_prompt_tokens
-            live[OUTPUT_TOKENS] = (outstanding + waiting) / 2.0 * mean_output_tokens
-        live[NUM_WAITING] = waiting
-        live[NUM_RUNNING] = outstanding - waiting
-        live[KV_USED_FRACTION] = row[PUBLISHED_KV_USED]
-        live[MATCH_TOKENS] = match_tokens[rows[i]]
-        live[RESPONSE_S] = row[MEAN_RESPONSE_S]
-        live[OBSERVED_AT_S] = row[PUBLISHED_AT_S]
-        live[SENT_S] = row[LAST_SENT_S]
+            live[LIVE_PREFILL_TOKENS] = waiting * mean_prompt_tokens
+            live[LIVE_OUTPUT_TOKENS] = (outstanding + waiting) / 2.0 * mean_output_tokens
+        live[LIVE_NUM_WAITING] = waiting
+        live[LIVE_NUM_RUNNING] = outstanding - waiting
+        live[LIVE_KV_USED_FRACTION] = row[STATE_PUBLISHED_KV_USED]
+        live[LIVE_MATCH_TOKENS] = match_tokens[rows[i]]
+        live[LIVE_RESPONSE_S] = row[STATE_MEAN_RESPONSE_S]
+        live[LIVE_OBSERVED_AT_S] = row[STATE_PUBLISHED_AT_S]
+        live[LIVE_SENT_S] = row[STATE_LAST_SENT_S]
 
 
 @compiled
@@ -176,24 +180,24 @@ def _fill_columns(fixed: FloatArray, live: FloatArray, out: FloatArray) -> None:
     """Write the table of `tokenyard.routing.observation`, with ages and ranks of 0."""
     for i in range(fixed.shape[0]):
         own, now, row = fixed[i], live[i], out[i]
-        row[ob.TOKENS_PER_S] = own[TOKENS_PER_S]
-        row[ob.NUM_SLOTS] = own[MAX_BATCH]
-        row[ob.MAX_CONCURRENCY] = own[MAX_BATCH]
-        row[ob.NUM_WAITING] = now[NUM_WAITING]
-        row[ob.NUM_RUNNING] = now[NUM_RUNNING]
-        row[ob.TOKENS_IN_FLIGHT] = now[PREFILL_TOKENS] + now[OUTPUT_TOKENS]
-        row[ob.MEAN_RESPONSE_S] = now[RESPONSE_S]
+        row[ob.TOKENS_PER_S] = own[STATE_TOKENS_PER_S]
+        row[ob.NUM_SLOTS] = own[STATE_MAX_BATCH]
+        row[ob.MAX_CONCURRENCY] = own[STATE_MAX_BATCH]
+        row[ob.NUM_WAITING] = now[LIVE_NUM_WAITING]
+        row[ob.NUM_RUNNING] = now[LIVE_NUM_RUNNING]
+        row[ob.TOKENS_IN_FLIGHT] = now[LIVE_PREFILL_TOKENS] + now[LIVE_OUTPUT_TOKENS]
+        row[ob.MEAN_RESPONSE_S] = now[LIVE_RESPONSE_S]
         row[ob.SPEED_RANK] = 0.0
-        row[ob.ITERATION_S] = own[ITERATION_S]
-        row[ob.PREFILL_TOKEN_S] = own[PREFILL_TOKEN_S]
-        row[ob.SEQUENCE_S] = own[SEQUENCE_S]
-        row[ob.KV_TOKEN_S] = own[KV_TOKEN_S]
-        row[ob.TOKEN_BUDGET] = own[TOKEN_BUDGET]
-        row[ob.KV_CAPACITY_TOKENS] = own[KV_CAPACITY_TOKENS]
-        row[ob.KV_USED_FRACTION] = now[KV_USED_FRACTION]
-        row[ob.PREFILL_IN_FLIGHT] = now[PREFILL_TOKENS]
-        row[ob.OUTPUT_IN_FLIGHT] = now[OUTPUT_TOKENS]
-        row[ob.MATCH_TOKENS] = now[MATCH_TOKENS]
+        row[ob.ITERATION_S] = own[STATE_ITERATION_S]
+        row[ob.PREFILL_TOKEN_S] = own[STATE_PREFILL_TOKEN_S]
+        row[ob.SEQUENCE_S] = own[STATE_SEQUENCE_S]
+        row[ob.KV_TOKEN_S] = own[STATE_KV_TOKEN_S]
+        row[ob.TOKEN_BUDGET] = own[STATE_TOKEN_BUDGET]
+        row[ob.KV_CAPACITY_TOKENS] = own[STATE_KV_CAPACITY_TOKENS]
+        row[ob.KV_USED_FRACTION] = now[LIVE_KV_USED_FRACTION]
+        row[ob.PREFILL_IN_FLIGHT] = now[LIVE_PREFILL_TOKENS]
+        row[ob.OUTPUT_IN_FLIGHT] = now[LIVE_OUTPUT_TOKENS]
+        row[ob.MATCH_TOKENS] = now[LIVE_MATCH_TOKENS]
         row[ob.AGE_S] = 0.0
         row[ob.ROUTABLE] = 1.0
         row[ob.OVERTAKEN_S] = 0.0
@@ -214,7 +218,7 @@ class Candidates:
     @cached_property
     def speed_ranks(self) -> FloatArray:
         """As `observation.speed_ranks` has them, shape (num,)."""
-        return ob.speed_ranks(self.fixed[:, TOKENS_PER_S] * self.fixed[:, MAX_BATCH])
+        return ob.speed_ranks(self.fixed[:, STATE_TOKENS_PER_S] * self.fixed[:, STATE_MAX_BATCH])
 
 
 class SnapshotTable(SnapshotColumns):
@@ -263,7 +267,7 @@ class SnapshotTable(SnapshotColumns):
     @property
     def observed_at_s(self) -> FloatArray:
         """Time of each observation, Unix time, shape (num,)."""
-        return self.live[:, OBSERVED_AT_S]
+        return self.live[:, LIVE_OBSERVED_AT_S]
 
     def prompt_blocks(self, block_tokens: int) -> FloatArray:
         """Different blocks of the prompts in flight, shape (num,); NaN once it is released."""
@@ -274,7 +278,7 @@ class SnapshotTable(SnapshotColumns):
     @property
     def last_sent_s(self) -> FloatArray:
         """When each replica was last sent a request, Unix time, shape (num,)."""
-        return self.live[:, SENT_S]
+        return self.live[:, LIVE_SENT_S]
 
     def release(self) -> None:
         """Drop what can be derived again: whoever keeps the table long keeps less."""

@@ -12,14 +12,14 @@ from serve_app.gateway import decision_log, decision_rows
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.decision_record import DecisionRecord
 from tokenyard.routing.snapshot_table import (
-    MATCH_TOKENS,
+    LIVE_MATCH_TOKENS,
+    LIVE_NUM_RUNNING,
+    LIVE_NUM_WAITING,
+    LIVE_OBSERVED_AT_S,
+    LIVE_OUTPUT_TOKENS,
+    LIVE_PREFILL_TOKENS,
+    LIVE_RESPONSE_S,
     NUM_LIVE,
-    NUM_RUNNING,
-    NUM_WAITING,
-    OBSERVED_AT_S,
-    OUTPUT_TOKENS,
-    PREFILL_TOKENS,
-    RESPONSE_S,
     Candidates,
     SnapshotTable,
 )
@@ -103,9 +103,13 @@ def test_closing_does_not_wait_for_ever(tmp_path, monkeypatch, caplog):
 def a_table(num):
     fixed = np.tile([5000.0, 4.0, 0.01, 1e-4, 1e-4, 1e-7, 512.0, 1e5], (num, 1))
     live = np.zeros((num, NUM_LIVE))
-    live[:, [PREFILL_TOKENS, OUTPUT_TOKENS, OBSERVED_AT_S]] = 100.0, 50.0, 7.0
-    live[:, [NUM_WAITING, NUM_RUNNING, MATCH_TOKENS]] = np.arange(num)[:, None] + [1, 4, 16]
-    live[:, RESPONSE_S] = np.where(np.arange(num) % 2, np.nan, 1.5)
+    live[:, [LIVE_PREFILL_TOKENS, LIVE_OUTPUT_TOKENS, LIVE_OBSERVED_AT_S]] = 100.0, 50.0, 7.0
+    live[:, [LIVE_NUM_WAITING, LIVE_NUM_RUNNING, LIVE_MATCH_TOKENS]] = np.arange(num)[:, None] + [
+        1,
+        4,
+        16,
+    ]
+    live[:, LIVE_RESPONSE_S] = np.where(np.arange(num) % 2, np.nan, 1.5)
     names = tuple(f"r{number}" for number in range(num))
     return SnapshotTable(Candidates(names, ("p",) * num, fixed), live)
 

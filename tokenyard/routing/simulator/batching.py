@@ -14,6 +14,7 @@ from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.scores.residual import ResidualNetwork, make_player, rule_alone
+from tokenyard.routing.scores.waiting_key import LAST
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel import step as kernel
 from tokenyard.routing.simulator.batching_kernel.fleet import clear
@@ -22,7 +23,6 @@ from tokenyard.routing.simulator.batching_kernel.view import fill_table
 from tokenyard.routing.simulator.batching_params import fleet_rules, ranks, replica_params
 from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream, fleet_stream
 from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes
-from tokenyard.routing.simulator.order import LAST
 from tokenyard.routing.simulator.table import TableSnapshots
 from tokenyard.routing.types import OrderKey, Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray

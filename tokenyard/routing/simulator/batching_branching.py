@@ -15,6 +15,7 @@ from tokenyard.compiled import compiled
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS, NUM_SLO_PRICES
 from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.scores.linear import fill_cost_parts, marginal_scores
+from tokenyard.routing.scores.waiting_key import LAST
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.fleet import find_decision
@@ -32,7 +33,6 @@ from tokenyard.routing.simulator.branching import (
     Branching,
     BranchingConfig,
 )
-from tokenyard.routing.simulator.order import LAST
 from tokenyard.types import FloatArray
 
 # Of numpy's type: for each Python integer, numba would compile all that is called with it anew.

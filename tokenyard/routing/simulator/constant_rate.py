@@ -15,9 +15,9 @@ from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.scores.residual import ResidualNetwork, make_player, rule_alone
+from tokenyard.routing.scores.waiting_key import LAST
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream, token_rows
-from tokenyard.routing.simulator.order import LAST
 from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
 from tokenyard.routing.simulator.table import TableSnapshots
 from tokenyard.routing.types import OrderKey, ReplicaSnapshot, Request, WaitingQueue

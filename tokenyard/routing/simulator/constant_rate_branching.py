@@ -13,6 +13,7 @@ from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.scores.linear import fill_cost_parts, marginal_scores
 from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.scores.residual import make_player, rule_alone
+from tokenyard.routing.scores.waiting_key import LAST, bounded_key
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream
 from tokenyard.routing.simulator.branching import (
@@ -24,7 +25,6 @@ from tokenyard.routing.simulator.branching import (
     BranchingConfig,
 )
 from tokenyard.routing.simulator.constant_rate import ClusterSim
-from tokenyard.routing.simulator.order import LAST, bounded_key
 from tokenyard.types import FloatArray
 
 _SAME_S = 1e-9

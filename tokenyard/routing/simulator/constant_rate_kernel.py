@@ -36,8 +36,8 @@ from tokenyard.routing.scores.linear import encode_shown, looks_at_queues
 from tokenyard.routing.scores.order import is_first_come, order_key
 from tokenyard.routing.scores.places import fill_place
 from tokenyard.routing.scores.residual import residual_scores
+from tokenyard.routing.scores.waiting_key import KEY_S, LAST, LATE_AT_S, LATE_KEY_S, bounded_key
 from tokenyard.routing.simulator import rewards as pay
-from tokenyard.routing.simulator.order import KEY_S, LAST, LATE_AT_S, LATE_KEY_S, bounded_key
 
 # params
 SLOT_TOKENS_PER_S, SLOTS, CONCURRENCY, NOMINAL_TOKENS_PER_S, RANK, NUM_PARAMS = range(6)

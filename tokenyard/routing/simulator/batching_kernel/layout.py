@@ -151,7 +151,7 @@ class FleetArrays(NamedTuple):
     tables: FloatArray
     asked: FloatArray
     """Places of the next requests in the waiting queues, shape (C, NUM_ASKED) of
-    `simulator.order`; NaN: by `order`."""
+    `scores.waiting_key`; NaN: by `order`."""
     order: FloatArray
     """Weights of the order in which requests wait, shape (NUM_ORDER_WEIGHTS,) of `scores.order`."""
     scratch: FloatArray

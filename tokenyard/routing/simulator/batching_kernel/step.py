@@ -10,6 +10,7 @@ from tokenyard.routing.scores.linear import encode_shown, looks_at_queues
 from tokenyard.routing.scores.order import is_first_come, order_delay_s, order_key
 from tokenyard.routing.scores.places import fill_place
 from tokenyard.routing.scores.residual import residual_scores
+from tokenyard.routing.scores.waiting_key import KEY_S, LAST, LATE_AT_S, LATE_KEY_S, bounded_key
 from tokenyard.routing.simulator import rewards as pay
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.fleet import (
@@ -27,7 +28,6 @@ from tokenyard.routing.simulator.batching_kernel.lookahead import copied, look_a
 from tokenyard.routing.simulator.batching_kernel.queue import waiting_at
 from tokenyard.routing.simulator.batching_kernel.sequences import router_acknowledge
 from tokenyard.routing.simulator.batching_kernel.view import fill_match, fill_table
-from tokenyard.routing.simulator.order import KEY_S, LAST, LATE_AT_S, LATE_KEY_S, bounded_key
 
 
 @compiled

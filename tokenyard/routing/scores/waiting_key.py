@@ -1,4 +1,4 @@
-"""By what key a request waits, in both simulators."""
+"""The key that a request waits by, in the simulators and in serving: lower goes first."""
 
 from __future__ import annotations
 
