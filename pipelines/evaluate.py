@@ -98,7 +98,7 @@ class Args(TraceOptions):
 
 
 @dataclass(frozen=True)
-class Plan(Generic[S, D, R]):
+class EvaluationPlan(Generic[S, D, R]):
     """Everything that one scenario's evaluation needs, found and checked."""
 
     scenario: S
@@ -108,7 +108,7 @@ class Plan(Generic[S, D, R]):
     notes: list[str]
 
 
-def plan_all(args: Args, problem: Problem[S, A, D, R]) -> list[Plan[S, D, R]]:
+def plan_all(args: Args, problem: Problem[S, A, D, R]) -> list[EvaluationPlan[S, D, R]]:
     """Resolve every name and read every file, so that no mistake shows after a long run."""
     names = problem.suites[args.suite] if args.suite else [str(args.scenario)]
     uri = args.registry or os.environ.get("MLFLOW_TRACKING_URI")
@@ -118,7 +118,7 @@ def plan_all(args: Args, problem: Problem[S, A, D, R]) -> list[Plan[S, D, R]]:
 
 def plan(
     args: Args, problem: Problem[S, A, D, R], scenario: S, registry: RegistryLookup | None
-) -> Plan[S, D, R]:
+) -> EvaluationPlan[S, D, R]:
     baseline = args.baseline or problem.default_baseline
     wanted = args.policies.split(",") if args.policies else problem.policies_for(scenario)
     names = dict.fromkeys(name.strip() for name in [*wanted, baseline] if name.strip())
@@ -138,7 +138,7 @@ def plan(
     notes += [f"{one.name}: {one.source}" for one in candidates if not one.is_rule]
     if baseline != BEST:
         baseline = candidates[list(found).index(baseline.strip())].name
-    return Plan(scenario, streams, candidates, baseline, notes)
+    return EvaluationPlan(scenario, streams, candidates, baseline, notes)
 
 
 def _told_apart(found: Mapping[str, Candidate[S, D, R]]) -> list[Candidate[S, D, R]]:
@@ -150,7 +150,7 @@ def _told_apart(found: Mapping[str, Candidate[S, D, R]]) -> list[Candidate[S, D,
 
 
 def evaluate(
-    args: Args, problem: Problem[S, A, D, R], one: Plan[S, D, R], console: Console
+    args: Args, problem: Problem[S, A, D, R], one: EvaluationPlan[S, D, R], console: Console
 ) -> tuple[list[Row], dict[str, Figure]]:
     """Run one scenario and print its tables."""
     scenario, streams = one.scenario, one.streams

@@ -190,7 +190,7 @@ def fill_tables(args: Tables) -> list[Row]:
     if unknown:
         raise ValueError(f"no table {sorted(unknown)}; choose among {list(paper.TABLES)}")
 
-    def tell(cell: paper.Cell, num_left: int) -> None:
+    def tell(cell: paper.TableEntry, num_left: int) -> None:
         print(f"{' '.join(filter(None, cell.key))} done, {num_left} left", file=sys.stderr)
 
     done = paper.finished(args.out)

@@ -35,10 +35,10 @@ from rich.table import Table
 from serve_app.app import LOCAL_ADMIN_VARIABLE
 from serve_app.http.free_port import free_port
 from serve_app.load_generator import (
-    Answer,
     Ask,
     Client,
     LoadConfig,
+    ReplayedAnswer,
     as_sent,
     make_asks,
     make_rows,
@@ -107,7 +107,7 @@ def serving(cluster: str) -> Iterator[str]:
         server.wait()
 
 
-def draw(answers: dict[str, list[Answer]], credit: str) -> Figure:
+def draw(answers: dict[str, list[ReplayedAnswer]], credit: str) -> Figure:
     """Draw the share of requests that were answered, and had begun to be, within a time."""
     figure = new_figure(3.4, credit)
     panels = figure.subplots(1, 2, sharey=True)
@@ -186,7 +186,7 @@ class Measured:
     baseline: str = ""
     turns: dict[str, list[dict[str, float] | None]] = field(default_factory=dict)
     """Metrics by policy and turn; None: that turn is void."""
-    answers: dict[str, list[Answer]] = field(default_factory=dict)
+    answers: dict[str, list[ReplayedAnswer]] = field(default_factory=dict)
     limits: tuple[float, float | None, float | None] = (math.inf, None, None)
     """SLOs on the response, the first token and the time per token, seconds; None: there is none.
     """
@@ -198,7 +198,12 @@ class Measured:
     """What was sent, as the endpoint counted its lengths, by stretch of the traffic."""
 
     def add(
-        self, name: str, asks: list[Ask], answers: list[Answer], took_s: float, why_void: str | None
+        self,
+        name: str,
+        asks: list[Ask],
+        answers: list[ReplayedAnswer],
+        took_s: float,
+        why_void: str | None,
     ) -> None:
         """Add a turn of a policy, and tell of it."""
         if not answers:
@@ -308,7 +313,7 @@ async def run(args: Args, console: Console, measured: Measured) -> None:
                 for name in order[turn % len(order) :] + order[: turn % len(order)]:
                     if names:
                         await client.switch(name)
-                    first, done = await decider(client), dict[int, Answer]()
+                    first, done = await decider(client), dict[int, ReplayedAnswer]()
                     started_s, why_void = time.perf_counter(), None
                     try:
                         answers, _ = await replay(client, asks[which], done)

@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.problem import Artifact, Row
+from tokenyard.problem import Row, TrainedPolicy
 from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.regions.policies import RECIPES
 from tokenyard.regions.scenario import load_regions
@@ -122,7 +122,7 @@ def beside_the_rule(row: Mapping[str, Any]) -> Sequence[str]:
     )
 
 
-def save(policy: Artifact, folder: Path | None, name: str, quiet: bool = False) -> None:
+def save(policy: TrainedPolicy, folder: Path | None, name: str, quiet: bool = False) -> None:
     """Write a policy into a folder, where there is one to write to."""
     if folder is None:
         return

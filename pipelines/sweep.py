@@ -41,7 +41,7 @@ from rich.table import Table  # noqa: E402
 from serve_app.cluster import load_cluster  # noqa: E402
 from tokenyard.evaluation import Map, difference, level, processes  # noqa: E402
 from tokenyard.problem import Measure, Row  # noqa: E402
-from tokenyard.promotion import Verdict  # noqa: E402
+from tokenyard.promotion import PromotionVerdict  # noqa: E402
 from tokenyard.provenance import ResultFile, command_line, write_result  # noqa: E402
 from tokenyard.registry import CANDIDATE  # noqa: E402
 from tokenyard.rl.trainable import Placement  # noqa: E402
@@ -270,7 +270,7 @@ def print_outcome(console: Console, found: Finished) -> None:
     console.print(found.outcome.sentence, soft_wrap=True)
 
 
-def verdict_table(sweep: Sweep, verdict: Verdict) -> Table:
+def verdict_table(sweep: Sweep, verdict: PromotionVerdict) -> Table:
     """What the policy has over every rival, and where it loses at the gate."""
     streams = sweep.experiment.promotion_streams
     title = f"gain in score over its rivals on {streams} further validation streams"

@@ -286,7 +286,7 @@ class QueueSettings(FrozenModel):
     """Longest time that one waits for a replica to have room; then it gets 429."""
 
 
-class Tenant(FrozenModel):
+class TenantSettings(FrozenModel):
     """Who shares the cluster with others."""
 
     weight: Annotated[float, Field(gt=0)] = 1.0
@@ -336,7 +336,7 @@ class Cors(FrozenModel):
     origins: Annotated[tuple[str, ...], Field(min_length=1)]
 
 
-class Placement(FrozenModel):
+class GatewaySettings(FrozenModel):
     """Where the gateway goes, in how many processes, its files, and its routes."""
 
     cpus: Annotated[float, Field(ge=0)] = 0.1
@@ -395,7 +395,7 @@ class Cluster(FrozenModel):
     limits: Limits = Limits()
     circuit_breaker: CircuitBreakerSettings = CircuitBreakerSettings()
     outlier_ejection: OutlierEjection = OutlierEjection()
-    gateway: Placement = Placement()
+    gateway: GatewaySettings = GatewaySettings()
     routing_stats_period_s: Annotated[float, Field(gt=0)] = 0.25
     """Time between two publications of a replica's state."""
     pools: tuple[AnyPool, ...] = ()
@@ -404,7 +404,7 @@ class Cluster(FrozenModel):
     queue: QueueSettings | None = None
     """Requests wait at the gateway where all replicas have `max_ongoing` in flight; None: they get
     429 at once."""
-    tenants: Mapping[str, Tenant] = {}
+    tenants: Mapping[str, TenantSettings] = {}
     """Whose requests orders such as `fair` tell apart. Those that name none of them are those of
     `default`, of weight 1 where that is not among them."""
     decide_only: bool = False
@@ -483,7 +483,7 @@ class Cluster(FrozenModel):
         if not self.tenants:
             return 1.0
         weights = {one: has.weight for one, has in self.tenants.items()}
-        return min(weights.get(name, Tenant().weight) / sum(weights.values()), 1.0)
+        return min(weights.get(name, TenantSettings().weight) / sum(weights.values()), 1.0)
 
     @property
     def own_pools(self) -> tuple[Pool, ...]:

@@ -86,7 +86,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReplayedAnswer:
     """What became of it; times in seconds since it was due, NaN where there is none."""
 
     response_s: float
@@ -245,7 +245,7 @@ class Client:
             detail = answer.json().get("detail", answer.text)
             raise ValueError(f"policy {policy!r}: {detail}")
 
-    async def send(self, ask: Ask, due_s: float) -> Answer:
+    async def send(self, ask: Ask, due_s: float) -> ReplayedAnswer:
         """Send a request when it is due, on the clock of `time.perf_counter`, and read it all."""
         await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))
         body = {
@@ -276,7 +276,7 @@ class Client:
             return _failed("the answer ended without a reason")
         now_s = time.perf_counter()
         tokens = events.usage.get("prompt_tokens", 0), events.usage.get("completion_tokens", 0)
-        return Answer(now_s - due_s, events.first_s - due_s, *tokens, None)
+        return ReplayedAnswer(now_s - due_s, events.first_s - due_s, *tokens, None)
 
     async def words_per_token(self) -> float:
         """Measure how many of our words make a token of the served model.
@@ -297,8 +297,8 @@ class Client:
         raise ValueError(f"the endpoint does not answer: {failure}")
 
 
-def _failed(reason: str) -> Answer:
-    return Answer(math.nan, math.nan, 0, 0, reason)
+def _failed(reason: str) -> ReplayedAnswer:
+    return ReplayedAnswer(math.nan, math.nan, 0, 0, reason)
 
 
 def _message(response: httpx.Response) -> str:
@@ -309,8 +309,8 @@ def _message(response: httpx.Response) -> str:
 
 
 async def replay(
-    client: Client, asks: list[Ask], done: dict[int, Answer] | None = None
-) -> tuple[list[Answer], float]:
+    client: Client, asks: list[Ask], done: dict[int, ReplayedAnswer] | None = None
+) -> tuple[list[ReplayedAnswer], float]:
     """Send every request when it is due, whatever has become of others; also the time it took.
 
     `done` gets every answer, by the index of its request, as soon as it has ended.
@@ -325,7 +325,7 @@ async def replay(
     return [ended[index] for index in range(len(asks))], time.perf_counter() - started_s
 
 
-def as_sent(trace: Trace, answers: list[Answer]) -> Trace:
+def as_sent(trace: Trace, answers: list[ReplayedAnswer]) -> Trace:
     """Return a trace with the lengths that the server counted, of the requests it answered."""
     done = np.array([one.failure is None for one in answers])
     return Trace(
@@ -337,7 +337,7 @@ def as_sent(trace: Trace, answers: list[Answer]) -> Trace:
 
 def summarise(
     asks: list[Ask],
-    answers: list[Answer],
+    answers: list[ReplayedAnswer],
     took_s: float,
     slo_s: float,
     ttft_slo_s: float | None = None,

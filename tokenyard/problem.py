@@ -70,7 +70,7 @@ class Metadata(Protocol):
         ...
 
 
-class Artifact(Protocol):
+class TrainedPolicy(Protocol):
     """A trained policy as it leaves training."""
 
     @property
@@ -102,7 +102,7 @@ class Streams(Protocol):
 
 
 S = TypeVar("S", bound=Scenario)
-A = TypeVar("A", bound=Artifact)
+A = TypeVar("A", bound=TrainedPolicy)
 D = TypeVar("D", bound=Streams)
 R = TypeVar("R")
 """One run: what one policy did on one stream."""

@@ -41,7 +41,7 @@ class Gain:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PromotionVerdict:
     """Whether a policy may be champion, and by how much it won or lost."""
 
     gains: tuple[Gain, ...]
@@ -114,7 +114,7 @@ def judge_candidate(
     streams: D,
     seed: int,
     mapped: Map = map,
-) -> Verdict:
+) -> PromotionVerdict:
     """Set a policy against its rivals, with what the problem's gate found of it.
 
     Args:
@@ -134,7 +134,7 @@ def judge_candidate(
         Gain(rival.name, rival.source, gain_over(problem, scenario, streams, ours, runs))
         for rival, runs in zip(against, theirs, strict=True)
     ]
-    return Verdict(tuple(gains), tuple(gate))
+    return PromotionVerdict(tuple(gains), tuple(gate))
 
 
 def gain_over(

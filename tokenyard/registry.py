@@ -21,7 +21,7 @@ from tokenyard.artifact import (
     RegistryLookup,
     model_name,
 )
-from tokenyard.problem import Artifact
+from tokenyard.problem import TrainedPolicy
 
 # MLflow takes seconds to import, and most servers run without a registry: functions import it.
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def register(
     client: MlflowClient,
     model: str,
     run_id: str,
-    artifact: Artifact,
+    artifact: TrainedPolicy,
     accepted: Callable[[], bool],
 ) -> Registration:
     """Register the artifact that lies in the run's folder `policy`; settle who is champion.
@@ -165,7 +165,7 @@ def _crown(client: MlflowClient, model: str, version: str) -> None:
             client.set_registered_model_alias(model, alias, aliases[alias])
 
 
-def offer(client: MlflowClient, model: str, artifact: Artifact) -> str:
+def offer(client: MlflowClient, model: str, artifact: TrainedPolicy) -> str:
     """Register an artifact as `candidate`, whoever is champion; return its version.
 
     Args:
@@ -184,7 +184,7 @@ def offer(client: MlflowClient, model: str, artifact: Artifact) -> str:
 
 
 def enter(
-    tracking_uri: str, model: str, artifact: Artifact, tags: Mapping[str, str]
+    tracking_uri: str, model: str, artifact: TrainedPolicy, tags: Mapping[str, str]
 ) -> tuple[str, dict[str, str]]:
     """Register an artifact that is about to be promoted; no alias moves.
 
@@ -275,14 +275,14 @@ def _impatient(tracking_uri: str) -> MlflowClient:
     return connect(tracking_uri)
 
 
-def _find(client: MlflowClient, model: str, artifact: Artifact) -> str | None:
+def _find(client: MlflowClient, model: str, artifact: TrainedPolicy) -> str | None:
     """The version that holds the same policy already: a resumed sweep registers it again."""
     found = client.search_model_versions(f"name = '{model}'")
     versions = {one.tags.get(_HASH_TAG): str(one.version) for one in found}
     return versions.get(artifact.sha256)
 
 
-def _add(client: MlflowClient, model: str, run_id: str, artifact: Artifact) -> str:
+def _add(client: MlflowClient, model: str, run_id: str, artifact: TrainedPolicy) -> str:
     if not client.search_registered_models(f"name = '{model}'"):
         client.create_registered_model(model)
     version = client.create_model_version(
@@ -294,7 +294,7 @@ def _add(client: MlflowClient, model: str, run_id: str, artifact: Artifact) -> s
     return str(version.version)
 
 
-def log_artifact(client: MlflowClient, run_id: str, artifact: Artifact) -> None:
+def log_artifact(client: MlflowClient, run_id: str, artifact: TrainedPolicy) -> None:
     """Put an artifact into the folder of a run from which it is registered."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / ARTIFACT_FILE
@@ -302,7 +302,7 @@ def log_artifact(client: MlflowClient, run_id: str, artifact: Artifact) -> None:
         client.log_artifact(run_id, str(path), ARTIFACT_FOLDER)
 
 
-def _log(client: MlflowClient, experiment: str, model: str, artifact: Artifact) -> str:
+def _log(client: MlflowClient, experiment: str, model: str, artifact: TrainedPolicy) -> str:
     """Log an artifact with its metrics and lineage into a run of its own; return the run's id."""
     found = client.get_experiment_by_name(experiment)
     if found is None:

@@ -58,7 +58,7 @@ CURVE_KEYS = ("reward_per_request", "score", "mean_response_s", "slo_violation_f
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableEntry:
     """One training, or one rule: what adds lines to the CSV together."""
 
     table: str
@@ -76,21 +76,21 @@ class Cell:
         return self.table, self.policy, self.reward_weights, seed
 
 
-def cells(tables: Sequence[str]) -> Iterator[Cell]:
+def cells(tables: Sequence[str]) -> Iterator[TableEntry]:
     """All lines there should be: rules first, since they take no training."""
     for table in tables:
         experiment = TABLES[table]()
         if table != "ablation":
             for name in BASELINES:
-                yield Cell(table, name, "", None, experiment.scenario, None)
+                yield TableEntry(table, name, "", None, experiment.scenario, None)
     for table in tables:
         experiment = TABLES[table]()
         for trial in experiment.designed_trials(seed=0):
             algorithm, weights, seed = trial["algorithm"], trial["reward_weights"], trial["seed"]
-            yield Cell(table, algorithm, weights, seed, experiment.scenario, trial)
+            yield TableEntry(table, algorithm, weights, seed, experiment.scenario, trial)
 
 
-def run_cell(cell: Cell, folder: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def run_cell(cell: TableEntry, folder: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Train what there is to train; return its learning curve and its episodes, as CSV lines."""
     head = dict(zip(("table", "policy", "reward_weights", "training_seed"), cell.key, strict=True))
     started = time.perf_counter()
@@ -152,7 +152,11 @@ def finished(out: Path) -> set[tuple[str, ...]]:
 
 
 def run_cells(
-    left: Sequence[Cell], out: Path, policies: Path, jobs: int, tell: Callable[[Cell, int], None]
+    left: Sequence[TableEntry],
+    out: Path,
+    policies: Path,
+    jobs: int,
+    tell: Callable[[TableEntry, int], None],
 ) -> None:
     """Work the cells off, `jobs` at a time; each is written as a whole when it is done.
 

@@ -25,8 +25,8 @@ from tokenyard import registry
 from tokenyard.artifact import model_name
 from tokenyard.evaluation import Comparison, Map, figures_of, rank
 from tokenyard.figures import draw_trade_off, learning_curves
-from tokenyard.problem import AnyProblem, Artifact, Row, Scenario
-from tokenyard.promotion import Verdict, judge_candidate, rivals
+from tokenyard.problem import AnyProblem, Row, Scenario, TrainedPolicy
+from tokenyard.promotion import PromotionVerdict, judge_candidate, rivals
 from tokenyard.provenance import git_sha, versions
 from tokenyard.registry import ARTIFACT_FILE, Registration
 from tune_configs import mlflow_log
@@ -103,7 +103,7 @@ class FinishedTrial:
     wall_s: float
     cpu_s: float | None
     """CPU time of learning; None: the trainable does not tell."""
-    artifact: Artifact
+    artifact: TrainedPolicy
     """Exported by the checkpoint with the best score in training."""
 
     def described(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Outcome:
 
     problem: str
     registration: Registration
-    verdict: Verdict | None
+    verdict: PromotionVerdict | None
     """Of the best trial against its rivals; None: it was champion before the sweep ended."""
 
     @property
@@ -290,7 +290,9 @@ def _train(sweep: Sweep, resume: bool) -> ResultGrid:
     return fit(new_tuner(sweep.experiment, sweep.seed, storage, name, callbacks), resumed)
 
 
-def finished_trials(results: ResultGrid, load: Callable[[Path], Artifact]) -> list[FinishedTrial]:
+def finished_trials(
+    results: ResultGrid, load: Callable[[Path], TrainedPolicy]
+) -> list[FinishedTrial]:
     """Read the best policy of every trial that did not fail, in the order they were started."""
     trials: list[FinishedTrial] = []
     for result in sorted(results, key=_trial_id):
@@ -304,7 +306,7 @@ def _trial_id(result: Result) -> str:
     return str((result.metrics or {}).get("trial_id", ""))
 
 
-def _read(result: Result, load: Callable[[Path], Artifact], taken: set[str]) -> FinishedTrial:
+def _read(result: Result, load: Callable[[Path], TrainedPolicy], taken: set[str]) -> FinishedTrial:
     metrics, config = result.metrics, result.config
     assert metrics is not None
     assert config is not None
@@ -352,7 +354,7 @@ def judge(sweep: Sweep, trials: list[FinishedTrial], mapped: Map = map) -> Repor
 
 
 def _first_to_pass(
-    ranked: Sequence[FinishedTrial], gate: Callable[[Artifact], list[Row]]
+    ranked: Sequence[FinishedTrial], gate: Callable[[TrainedPolicy], list[Row]]
 ) -> tuple[FinishedTrial, list[Row], list[str]]:
     """The first trial that loses nowhere, what the gate found of it, and the trials before it.
 
@@ -378,7 +380,7 @@ def register_best(
     runs = mlflow_log.trial_runs(sweep.client, sweep.run_id)
     for trial in trials:
         registry.log_artifact(sweep.client, runs[trial.trial_id].info.run_id, trial.artifact)
-    verdicts: list[Verdict] = []
+    verdicts: list[PromotionVerdict] = []
 
     def accepted() -> bool:
         verdicts.append(against_rivals(sweep, report, mapped))
@@ -395,7 +397,7 @@ def register_best(
     return Outcome(sweep.problem.name, registration, verdict)
 
 
-def against_rivals(sweep: Sweep, report: Report, mapped: Map = map) -> Verdict:
+def against_rivals(sweep: Sweep, report: Report, mapped: Map = map) -> PromotionVerdict:
     """Set the best trial against the present champion and the best tuned rule."""
     experiment, problem, scenario = sweep.experiment, sweep.problem, sweep.scenario
     registered = registry.mlflow_lookup(sweep.client.tracking_uri)

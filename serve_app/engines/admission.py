@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from serve_app.engines.base import EngineError, EngineFull, InvalidRequest, Sampling
-from serve_app.engines.waiting import Arrivals, WaitingLine
+from serve_app.engines.waiting import ArrivalKeys, WaitingLine
 from tokenyard.routing.types import OrderKey
 
 
@@ -108,7 +108,7 @@ class BatchLimit:
         self._highest = self.limit = highest
         self._num_inside = 0
         self._waiting: WaitingLine[asyncio.Future[None]] = WaitingLine()
-        self._clock_s, self._arrivals = clock_s, Arrivals(clock_s)
+        self._clock_s, self._arrivals = clock_s, ArrivalKeys(clock_s)
         self._changed = asyncio.Event()
 
     @property

@@ -18,7 +18,7 @@ from serve_app.engine_config import EngineConfig
 from serve_app.engines.admission import Admission, reason_line
 from serve_app.engines.base import Chunk, EngineError, EngineStats, FinishReason, Sampling
 from serve_app.engines.models import ModelShape, check_plan, find_model, read_shape
-from serve_app.engines.waiting import Arrivals, priority_of
+from serve_app.engines.waiting import ArrivalKeys, priority_of
 from tokenyard.routing.types import OrderKey
 
 
@@ -32,7 +32,7 @@ class VllmEngine:
         self._admission = Admission(config.max_batch, config.max_waiting)
         self._gauge = _Gauge()
         self._kv_capacity_tokens = 0.0
-        self._arrivals = Arrivals()
+        self._arrivals = ArrivalKeys()
 
     async def start(self) -> None:
         """Load the weights and be ready.

@@ -37,7 +37,7 @@ def read_order_key(text: str) -> OrderKey:
     return key
 
 
-class Arrivals:
+class ArrivalKeys:
     """Keys of requests that come without one: the times when they come, which never go back."""
 
     def __init__(self, clock_s: Callable[[], float] = time.time) -> None:

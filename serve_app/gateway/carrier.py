@@ -18,9 +18,9 @@ from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.base import EngineStatus, FinishReason
 from serve_app.gateway.carrier_wire import (
     OF_VERSION_1,
+    FrameKind,
     FrameProtocol,
     Hello,
-    Kind,
     block_sizes,
     read_http,
     read_place,
@@ -130,7 +130,7 @@ class _Link(FrameProtocol):
         answer: asyncio.Future[bytes] = self._loop.create_future()
         self._asked[number] = answer
         try:
-            self.send(Kind.HTTP, number, payload)
+            self.send(FrameKind.HTTP, number, payload)
             return await answer
         finally:
             del self._asked[number]
@@ -146,22 +146,24 @@ class _Link(FrameProtocol):
     def before_flush(self) -> None:
         """Tell how far answers are with what else is told."""
         if self._counts:
-            self.send(Kind.TOKENS, 0, write_counts(self._counts))
+            self.send(FrameKind.TOKENS, 0, write_counts(self._counts))
             self._counts.clear()
 
     def take(self, kind: int, number: int, payload: bytes) -> None:
         """Handle a frame of the decider's."""
         if not self.decider.done():
             # One of version 1 answers our ping, and not our hello.
-            self.decider.set_result(Hello.read(payload) if kind == Kind.HELLO else OF_VERSION_1)
+            self.decider.set_result(
+                Hello.read(payload) if kind == FrameKind.HELLO else OF_VERSION_1
+            )
             return
         call = self._calls.get(number)
-        if kind == Kind.STOP:
+        if kind == FrameKind.STOP:
             if call is not None:
                 call.give_up()
-        elif kind == Kind.LEAVE:
+        elif kind == FrameKind.LEAVE:
             self._on_leave()
-        elif kind == Kind.HTTP_ANSWER:
+        elif kind == FrameKind.HTTP_ANSWER:
             answer = self._asked.get(number)
             if answer is not None and not answer.done():
                 answer.set_result(payload)
@@ -203,7 +205,7 @@ class _Attempt:
 
     def note_send(self) -> None:
         """Note that the request goes out to the replica."""
-        self._link.send(Kind.SENT, self._number, is_urgent=False)
+        self._link.send(FrameKind.SENT, self._number, is_urgent=False)
 
     def take(
         self, num_tokens: int, finish_reason: FinishReason | None = None, is_whole: bool = False
@@ -217,12 +219,12 @@ class _Attempt:
 
     def publish(self, status: EngineStatus) -> None:
         """Note the state of the replica."""
-        self._link.send(Kind.STATUS, self._number, write_status(status), is_urgent=False)
+        self._link.send(FrameKind.STATUS, self._number, write_status(status), is_urgent=False)
 
     def tell_end(self) -> None:
         """Tell that the answer is there."""
         end = write_end(self.num_tokens, self.finish_reason == "length", self.is_whole)
-        self._link.send(Kind.ENDED, self._number, end, is_urgent=False)
+        self._link.send(FrameKind.ENDED, self._number, end, is_urgent=False)
 
     def tell_failure(self, error: ReplicaFailed) -> None:
         """Tell that the replica failed."""
@@ -231,7 +233,7 @@ class _Attempt:
             told += [error.status, error.retry_after_s]
         elif isinstance(error, ReplicaLacks):
             told.append(error.model)
-        self._link.send(Kind.FAILED, self._number, to_json(told))
+        self._link.send(FrameKind.FAILED, self._number, to_json(told))
 
 
 class Carrier:
@@ -322,11 +324,11 @@ class Carrier:
         """Do with a request what the decider says; False: it is away."""
         told = write_request(request, service_class.name, request.prompt, self._block_sizes)
         number, call = link.open()
-        link.send(Kind.ASK, number, told)
+        link.send(FrameKind.ASK, number, told)
         try:
             while (said := await call.next()) is not None:
                 kind, payload = said
-                if kind == Kind.REFUSED:
+                if kind == FrameKind.REFUSED:
                     _refuse(payload)
                 pool, replica_id, order_key, headers, trace = read_place(payload)
                 traced = request.traced(trace) if trace else request
@@ -338,11 +340,11 @@ class Carrier:
                     return True
             return False
         except RequestRejected as error:
-            link.send(Kind.REJECTED, number, error.status.to_bytes(2, "little"))
+            link.send(FrameKind.REJECTED, number, error.status.to_bytes(2, "little"))
             raise
         except BaseException:
             # Its caller has left, or something is wrong here: the decider must not wait for it.
-            link.send(Kind.GONE, number)
+            link.send(FrameKind.GONE, number)
             raise
         finally:
             link.close_call(number)
@@ -416,7 +418,7 @@ class Carrier:
             self._link = link
             self._found.set()
         while not left.is_set():
-            link.send(Kind.PING, 0, is_urgent=False)
+            link.send(FrameKind.PING, 0, is_urgent=False)
             await asyncio.sleep(_PING_EVERY_S)
             if loop.time() - link.heard_s > _SILENT_S:
                 logger.warning("the decider does not answer")
@@ -426,8 +428,8 @@ class Carrier:
     async def _meet(self, link: _Link, num_alone: int) -> None:
         """Say who is here and what it did alone, and hear who decides; raises as `_connect`."""
         own = replace(self.hello, carried_alone=num_alone)
-        link.send(Kind.HELLO, 0, own.write())
-        link.send(Kind.PING, 0)
+        link.send(FrameKind.HELLO, 0, own.write())
+        link.send(FrameKind.PING, 0)
         await asyncio.wait([link.decider], timeout=_SILENT_S)
         if not link.decider.done() or link.decider.cancelled():
             raise ConnectionError("it does not say who it is")

@@ -4,7 +4,7 @@ A frame is its payload's length, its kind and a number, which names the request.
 step of an event loop goes out in one write, and what nobody waits for goes with what comes next.
 
 Both ends first say which version they speak (`Hello`), and ends of two versions part. All versions
-have the frame's head, `Kind.HELLO` and JSON in it; whatever else changes raises `WIRE_VERSION`.
+have the frame's head, `FrameKind.HELLO` and JSON in it. Any other change raises `WIRE_VERSION`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tokenyard.routing.types import OrderKey
 logger = logging.getLogger(__name__)
 
 WIRE_VERSION = 7
-"""Of all frames but `Kind.HELLO`. Ends of version 1 do not say theirs."""
+"""Of all frames but `FrameKind.HELLO`. Ends of version 1 do not say theirs."""
 _BEGAN_S = time.monotonic()
 _RELEASE = version("tokenyard")
 _HEAD = struct.Struct("<IBI")
@@ -48,7 +48,7 @@ _SOON_S = 1e-3
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame says."""
 
     HELLO = 1
@@ -167,7 +167,9 @@ class FrameProtocol(asyncio.Protocol):
         """Note that the other end is gone."""
         raise NotImplementedError
 
-    def send(self, kind: Kind, number: int, payload: bytes = b"", is_urgent: bool = True) -> None:
+    def send(
+        self, kind: FrameKind, number: int, payload: bytes = b"", is_urgent: bool = True
+    ) -> None:
         """Send a frame at the end of this step of the loop, or, not urgent, a moment later."""
         self._unsent.append(_HEAD.pack(len(payload), kind, number))
         if payload:

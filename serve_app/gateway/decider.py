@@ -20,9 +20,9 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Scope
 
 from serve_app.gateway.carrier_wire import (
+    FrameKind,
     FrameProtocol,
     Hello,
-    Kind,
     block_sizes,
     read_counts,
     read_end,
@@ -117,11 +117,11 @@ class _Carried:
         # Nothing of the call is here but what the gateway has added to it.
         trace = attempt.request.call.headers
         place = write_place(pool, replica_id, attempt.order_key, self._headers, trace)
-        self._link.send(Kind.SEND, self._number, place)
+        self._link.send(FrameKind.SEND, self._number, place)
         try:
             await self._end
         except asyncio.CancelledError:
-            self._link.send(Kind.STOP, self._number)
+            self._link.send(FrameKind.STOP, self._number)
             raise
         finally:
             self._attempt = self._end = None
@@ -182,20 +182,20 @@ class _Link(FrameProtocol):
     def take(self, kind: int, number: int, payload: bytes) -> None:
         """Handle a frame of the carrier's; there is none before its hello."""
         if not self._is_joined:
-            if kind == Kind.HELLO:
+            if kind == FrameKind.HELLO:
                 self._is_joined = self._decider.meet(self, Hello.read(payload))
-        elif kind == Kind.ASK:
+        elif kind == FrameKind.ASK:
             self._open(number, payload)
-        elif kind == Kind.TOKENS:
+        elif kind == FrameKind.TOKENS:
             for each, count in read_counts(payload):
                 if carried := self._carried.get(each):
                     carried.count(count)
-        elif kind == Kind.HTTP:
+        elif kind == FrameKind.HTTP:
             task = self._loop.create_task(self._answer(number, *read_http(payload)))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
-        elif kind == Kind.PING:
-            self.send(Kind.PING, number)
+        elif kind == FrameKind.PING:
+            self.send(FrameKind.PING, number)
         elif carried := self._carried.get(number):
             self._take_outcome(kind, carried, payload)
 
@@ -209,20 +209,20 @@ class _Link(FrameProtocol):
             task.cancel()
 
     def _take_outcome(self, kind: int, carried: _Carried, payload: bytes) -> None:
-        if kind == Kind.SENT:
+        if kind == FrameKind.SENT:
             carried.note_send()
-        elif kind == Kind.ENDED:
+        elif kind == FrameKind.ENDED:
             carried.end(*read_end(payload))
-        elif kind == Kind.STATUS:
+        elif kind == FrameKind.STATUS:
             carried.publish(payload)
-        elif kind == Kind.FAILED:
+        elif kind == FrameKind.FAILED:
             name, num_tokens, carried.begun, *told = json.loads(payload)
             if num_tokens:
                 carried.count(num_tokens)
             carried.fail(FAILURES[name](*told))
-        elif kind == Kind.REJECTED:
+        elif kind == FrameKind.REJECTED:
             carried.fail(RequestRejected(int.from_bytes(payload, "little"), (), b""))
-        elif kind == Kind.GONE and carried.task is not None:
+        elif kind == FrameKind.GONE and carried.task is not None:
             carried.task.cancel()
 
     def _open(self, number: int, payload: bytes) -> None:
@@ -260,11 +260,11 @@ class _Link(FrameProtocol):
         self, number: int, kind: str, text: str, status: int = 503, retry_after_s: int = 0,
         over: OverLimit | None = None,
     ) -> None:  # fmt: skip
-        self.send(Kind.REFUSED, number, write_refusal(kind, text, status, retry_after_s, over))
+        self.send(FrameKind.REFUSED, number, write_refusal(kind, text, status, retry_after_s, over))
 
     async def _answer(self, number: int, head: dict[str, Any], body: bytes) -> None:
         told, content = await _ask(self._decider.api, head, body)
-        self.send(Kind.HTTP_ANSWER, number, write_http(told, content))
+        self.send(FrameKind.HTTP_ANSWER, number, write_http(told, content))
 
 
 async def _ask(api: ASGIApp, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
@@ -349,7 +349,7 @@ class Decider:
     async def resign(self) -> None:
         """Have carriers ask another from now on, or nobody; what is under way goes on."""
         for one in self._links:
-            one.send(Kind.LEAVE, 0)
+            one.send(FrameKind.LEAVE, 0)
         await asyncio.sleep(_HEARD_S)
 
     async def stop(self) -> None:
@@ -373,7 +373,7 @@ class Decider:
         """
         refusal = carrier.refusal(self.hello)
         if refusal is None:
-            link.send(Kind.HELLO, 0, self.hello.write())
+            link.send(FrameKind.HELLO, 0, self.hello.write())
             self._join(link, carrier)
             return True
         if carrier.pid not in self._refused:
@@ -382,7 +382,7 @@ class Decider:
         if not carrier.is_older_than(self.hello):
             self.outdated = refusal
         is_next = bool(self._links) or carrier.pid == self._refused[0]
-        link.send(Kind.HELLO, 0, replace(self.hello, is_next=is_next).write())
+        link.send(FrameKind.HELLO, 0, replace(self.hello, is_next=is_next).write())
         link.part()
         return False
 

@@ -19,7 +19,7 @@ from pydantic import HttpUrl
 from serve_app.cluster import ExternalPool
 from serve_app.endpoints import Endpoint, Found, is_allowed
 from serve_app.engines.base import EngineStatus
-from serve_app.engines.waiting import Arrivals, priority_of
+from serve_app.engines.waiting import ArrivalKeys, priority_of
 from serve_app.gateway.discovery import sources_of
 from serve_app.gateway.engine_metrics import StuckMetrics
 from serve_app.gateway.exchange import Attempt, Call, Downstream, Headers
@@ -116,7 +116,7 @@ class ExternalBackend:
         if pool.rewrite_model and self._renames:
             pattern = rb'("model"\s*:\s*)%b' % re.escape(json.dumps(pool.model).encode())
             self._own_name = re.compile(pattern)
-        self._arrivals, self.key = Arrivals(), _key_line(pool)
+        self._arrivals, self.key = ArrivalKeys(), _key_line(pool)
         self._forwarder = Forwarder(
             f"an endpoint of pool {self.name!r}", pool.deadlines, pool.profile.prefill_token_s,
             at_once=pool.commit == "first_byte",

@@ -16,7 +16,7 @@ from tokenyard.allocation.tabular import TabularLearner
 from tokenyard.regions.demand import sample_stream
 from tokenyard.regions.forecast import fit_seasonal
 from tokenyard.regions.policies import make_region_policy
-from tokenyard.regions.scenario import Failure, load_regions
+from tokenyard.regions.scenario import RegionFailure, load_regions
 from tokenyard.regions.simulator.run import run_regions
 from tokenyard.routing.bounds import clairvoyant, mc_rollout
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
@@ -134,7 +134,7 @@ def compile_allocation() -> None:
 def compile_regions() -> None:
     """Regions, one of which fails."""
     scenario = load_regions("abilene").model_copy(update={"num_slots": 3})
-    failure = Failure(kind="region_down", start_slot=1, num_slots=1, region=0)
+    failure = RegionFailure(kind="region_down", start_slot=1, num_slots=1, region=0)
     stream = replace(sample_stream(scenario, np.random.default_rng(0)), failures=(failure,))
     policy = make_region_policy("least_loaded", scenario)
     run_regions(scenario, stream, policy, fit_seasonal(scenario))

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from tokenyard.perf.coefficients import LinearCoefficients
-from tokenyard.perf.hardware import Calibration, Collective, Engine, Gpu, Kernels, Link
+from tokenyard.perf.hardware import Calibration, Collective, EngineOverhead, Gpu, Kernels, Link
 from tokenyard.perf.iteration import iteration_s, layer_work, soft_roofline_s
 from tokenyard.perf.models import load_llm
 from tokenyard.perf.profiles import (
@@ -237,7 +237,7 @@ def fit_link(folder: Path, measured: MeasuredLink) -> Link:
     )
 
 
-def fit_engine(figures: Sequence[Published], calibration: Calibration) -> Engine:
+def fit_engine(figures: Sequence[Published], calibration: Calibration) -> EngineOverhead:
     """Fit what the engine adds, kernels and links being given, to figures of whole engines.
 
     Figures of one model leave a direction open: `iteration_overhead_s` may grow where
@@ -254,9 +254,9 @@ def fit_engine(figures: Sequence[Published], calibration: Calibration) -> Engine
     return _engine(fitted)
 
 
-def _engine(parameters: FloatArray) -> Engine:
+def _engine(parameters: FloatArray) -> EngineOverhead:
     kv, attention, overhead_s, scale = (float(value) for value in parameters)
-    return Engine(
+    return EngineOverhead(
         kv_efficiency=kv,
         attention_efficiency=attention,
         iteration_overhead_s=overhead_s,
@@ -264,7 +264,7 @@ def _engine(parameters: FloatArray) -> Engine:
     )
 
 
-def with_engine(calibration: Calibration, engine: Engine) -> Calibration:
+def with_engine(calibration: Calibration, engine: EngineOverhead) -> Calibration:
     """Return the calibration with another engine."""
     return calibration.model_copy(update={"engine": engine})
 

@@ -80,7 +80,7 @@ class Kernels(FrozenModel):
     """Fixed cost of norms, rotary embedding, activation and residual of a layer."""
 
 
-class Engine(FrozenModel):
+class EngineOverhead(FrozenModel):
     """What a serving engine adds to its kernels."""
 
     kv_efficiency: Share
@@ -103,7 +103,7 @@ class Calibration(FrozenModel):
     provenance: str
     kernels: Mapping[str, Kernels]
     links: Mapping[str, Link]
-    engine: Engine
+    engine: EngineOverhead
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from tokenyard.perf.calibration import fit_positive
 from tokenyard.perf.hardware import (
     Calibration,
     Collective,
-    Engine,
+    EngineOverhead,
     Gpu,
     Kernels,
     Link,
@@ -218,7 +218,7 @@ def _calibration(system: str, degrees: Sequence[int], parameters: FloatArray) ->
             )
         },
         links={gpu.link: _link(system, degrees, parameters[8:])},
-        engine=Engine(
+        engine=EngineOverhead(
             kv_efficiency=kv,
             attention_efficiency=attention,
             iteration_overhead_s=iteration,
@@ -255,11 +255,11 @@ def mean_calibration(kernels: str, known: Iterable[Calibration]) -> Calibration:
         provenance="geometric mean of other kinds",
         kernels={kernels: Kernels.model_validate(_geometric_mean(of_kernels))},
         links={},
-        engine=Engine.model_validate(_geometric_mean([one.engine for one in known])),
+        engine=EngineOverhead.model_validate(_geometric_mean([one.engine for one in known])),
     )
 
 
-def _geometric_mean(models: Sequence[Kernels] | Sequence[Engine]) -> dict[str, float]:
+def _geometric_mean(models: Sequence[Kernels] | Sequence[EngineOverhead]) -> dict[str, float]:
     values = [one.model_dump(exclude={"overlaps_stages"}) for one in models]
     return {
         key: float(np.exp(np.mean([np.log(value[key]) for value in values]))) for key in values[0]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenyard.regions.scenario import Failure, RegionScenario
-from tokenyard.regions.servers import Cluster, make_cluster
+from tokenyard.regions.scenario import RegionFailure, RegionScenario
+from tokenyard.regions.servers import RegionServers, make_cluster
 from tokenyard.types import FloatArray, IntArray
 
 _PEAK = 15 / 24
@@ -37,7 +37,7 @@ class RegionStream:
     """Shape (slots and some more, regions)."""
     start_slot: int
     """Slot of the day, UTC, in which the episode begins."""
-    failures: tuple[Failure, ...] = field(default=())
+    failures: tuple[RegionFailure, ...] = field(default=())
 
     @property
     def num_slots(self) -> int:
@@ -84,7 +84,7 @@ def sample_stream(scenario: RegionScenario, rng: np.random.Generator) -> RegionS
 
 def sample_rates(
     scenario: RegionScenario,
-    cluster: Cluster,
+    cluster: RegionServers,
     start_slot: int,
     num_slots: int,
     rng: np.random.Generator,
@@ -132,7 +132,7 @@ def _tasks(
 
 
 def _prices(
-    scenario: RegionScenario, cluster: Cluster, start_slot: int, num_slots: int
+    scenario: RegionScenario, cluster: RegionServers, start_slot: int, num_slots: int
 ) -> FloatArray:
     slots = start_slot + np.arange(num_slots)
     local = slots[:, None] / scenario.slots_per_day + cluster.topology.day_phase

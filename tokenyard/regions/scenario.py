@@ -65,7 +65,7 @@ _KINDS = {
 }  # fmt: skip
 
 
-class Demand(FrozenModel):
+class RegionDemand(FrozenModel):
     """How many tasks come where, and what they are."""
 
     load: Annotated[float, Field(gt=0, le=1.5)] = 0.6
@@ -156,7 +156,7 @@ class Micro(FrozenModel):
     """Least and greatest time from off to ready, seconds; uniform over servers."""
 
 
-class Failure(FrozenModel):
+class RegionFailure(FrozenModel):
     """Something that breaks for a while."""
 
     kind: Literal["region_down", "capacity_lost", "links_slow"]
@@ -205,10 +205,10 @@ class RegionScenario(FrozenModel):
     """Slots of an episode; by default six hours."""
     forecast_slots: Annotated[int, Field(ge=1, le=32)] = 8
     """Slots ahead for which demand is forecast."""
-    demand: Demand = Demand()
+    demand: RegionDemand = RegionDemand()
     prices: Prices = Prices()
     micro: Micro = Micro()
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[RegionFailure, ...] = ()
 
     @model_validator(mode="after")
     def _kinds_are_known(self) -> Self:

@@ -18,7 +18,7 @@ _LIKENESS = 0.5
 
 
 @dataclass(frozen=True, eq=False)
-class Cluster:
+class RegionServers:
     """Everything about a scenario that a clock does not change.
 
     Servers are sorted by region and, within one, in the order in which they are turned on: those
@@ -57,7 +57,7 @@ class Cluster:
 
 
 @functools.lru_cache(maxsize=32)
-def _cluster(text: str) -> Cluster:
+def _cluster(text: str) -> RegionServers:
     scenario = RegionScenario.model_validate_json(text)
     topology = load_topology(scenario.topology)
     unknown = [one.region for one in scenario.failures if (one.region or 0) >= topology.num_regions]
@@ -79,7 +79,7 @@ def _cluster(text: str) -> Cluster:
     capacity = np.bincount(region, scenario.slot_s / mean_service[kind], topology.num_regions)
     noise = rng.normal(0, scenario.demand.unevenness, topology.num_regions)
     weight = capacity**scenario.demand.follows_capacity * np.exp(noise)
-    return Cluster(
+    return RegionServers(
         topology=topology,
         latency_s=latency,
         region=region,
@@ -93,7 +93,7 @@ def _cluster(text: str) -> Cluster:
     )
 
 
-def make_cluster(scenario: RegionScenario) -> Cluster:
+def make_cluster(scenario: RegionScenario) -> RegionServers:
     """Draw the cluster of a scenario; equal scenarios give the same one.
 
     Raises:

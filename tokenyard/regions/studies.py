@@ -10,19 +10,21 @@ from tokenyard.evaluation import compare, run_candidates
 from tokenyard.problem import Row
 from tokenyard.regions.forecast import DemandForecaster, NoisyOracle, fit_seasonal, sd_for_accuracy
 from tokenyard.regions.problem import PROBLEM, episodes
-from tokenyard.regions.scenario import Failure, RegionScenario
+from tokenyard.regions.scenario import RegionFailure, RegionScenario
 
 Study = Literal["loads", "accuracy", "ablation", "failures"]
 LOADS = (0.6, 0.8, 0.95)
 ACCURACIES = (0.1, 0.3, 0.5, 0.7, 0.9)
 FAILURES = {
     "none": (),
-    "region down for 15 minutes": (Failure(kind="region_down", start_slot=200, num_slots=20),),
+    "region down for 15 minutes": (
+        RegionFailure(kind="region_down", start_slot=200, num_slots=20),
+    ),
     "half of a region's capacity lost for 15 minutes": (
-        Failure(kind="capacity_lost", start_slot=200, num_slots=20),
+        RegionFailure(kind="capacity_lost", start_slot=200, num_slots=20),
     ),
     "all links five times slower for 15 minutes": (
-        Failure(kind="links_slow", start_slot=200, num_slots=20),
+        RegionFailure(kind="links_slow", start_slot=200, num_slots=20),
     ),
 }
 

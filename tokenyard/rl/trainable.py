@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from ray import tune
 
-from tokenyard.problem import AnyProblem, Artifact
+from tokenyard.problem import AnyProblem, TrainedPolicy
 from tokenyard.registry import ARTIFACT_FILE
 from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.training import Training
@@ -64,7 +64,7 @@ class TrialConfig(BaseModel):
         text = self.model_dump_json(exclude=_NOT_LEARNING)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    def make_training(self, scenario: Any) -> Training[Artifact]:
+    def make_training(self, scenario: Any) -> Training[TrainedPolicy]:
         """Build the learner that the fields name, for a scenario of the problem.
 
         Raises:
@@ -199,7 +199,7 @@ class PolicyTrainable(tune.Trainable):
             "cpu_s": self._cpu_s,
         }
 
-    def artifact(self) -> Artifact:
+    def artifact(self) -> TrainedPolicy:
         """The present policy, with what it last scored and what it was made from."""
         lineage = {
             **self._made_from,

@@ -49,7 +49,7 @@ DEFAULT_RULE = "marginal_delay+sjf@60"
 (docs/results/any-cluster.md)."""
 
 
-class StreamRunner(Protocol):
+class PolicySimulator(Protocol):
     """Runs streams under a policy, all copies at once: what trained policies need of a simulator.
 
     Actions have shape (num_copies,), observations (num_copies, size).
@@ -126,7 +126,7 @@ class RoutingKind(Kind[PolicyArtifact]):
 
     policy: MakePolicy
     """Makes it for one stream of requests, with the calendar time of second 0."""
-    run: Callable[[PolicyArtifact, StreamRunner], None] = field(kw_only=True)
+    run: Callable[[PolicyArtifact, PolicySimulator], None] = field(kw_only=True)
     """Runs all streams of a simulator to the end under the greedy policy, in compiled code."""
     needs_engine: Callable[[PolicyArtifact], bool | None] = lambda artifact: None
     """Whether it decides between replicas that batch continuously; None: between any."""
@@ -180,18 +180,18 @@ def _check_inputs(artifact: PolicyArtifact) -> None:
         raise ValueError("a network needs scaling in its metadata")
 
 
-def _run_linear(artifact: PolicyArtifact, sim: StreamRunner) -> None:
+def _run_linear(artifact: PolicyArtifact, sim: PolicySimulator) -> None:
     order = order_weights(artifact.arrays)
     sim.run_linear(artifact.arrays["weights"], artifact.metadata.mean_total_tokens, order)
 
 
-def _run_residual(artifact: PolicyArtifact, sim: StreamRunner) -> None:
+def _run_residual(artifact: PolicyArtifact, sim: PolicySimulator) -> None:
     correction = corrected.fold(artifact.arrays, artifact.layers)
     order = order_weights(artifact.arrays)
     sim.run_residual(correction, artifact.metadata.mean_total_tokens, order)
 
 
-def _run_network(artifact: PolicyArtifact, sim: StreamRunner) -> None:
+def _run_network(artifact: PolicyArtifact, sim: PolicySimulator) -> None:
     sim.order_by(order_weights(artifact.arrays))
     observations = sim.observe()
     while sim.undecided():

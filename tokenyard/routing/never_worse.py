@@ -144,7 +144,7 @@ def compared(ours: FloatArray, theirs: FloatArray) -> Row:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LawVerdict:
     """What the law says of one policy."""
 
     policy: str
@@ -179,7 +179,7 @@ class Verdict:
         return found
 
 
-def verdict(rows: Sequence[Row]) -> Verdict:
+def verdict(rows: Sequence[Row]) -> LawVerdict:
     """Judge one policy by its rows of all draws."""
     deltas = {
         "mean": "delta_mean_fraction", "p99": "delta_p99_fraction", "slo": "delta_slo_violation",
@@ -187,7 +187,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     values = {key: np.array([float(row[column]) for row in rows]) for key, column in deltas.items()}
     low = {key: np.array([float(row[f"delta_{key}_ci_low"]) for row in rows]) for key in deltas}
     gains = [float(row["delta_mean_ci_high"]) < 0.0 and not row["worse"] for row in rows]
-    return Verdict(
+    return LawVerdict(
         policy=str(rows[0]["policy"]),
         draws=len(rows),
         worse=sum(int(row["worse"]) for row in rows),

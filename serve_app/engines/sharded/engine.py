@@ -25,7 +25,13 @@ from serve_app.engine_config import EngineConfig
 from serve_app.engines.admission import Admission, reason_line
 from serve_app.engines.base import Chunk, EngineError, EngineStats, FinishReason, Sampling
 from serve_app.engines.models import check_plan, find_model, read_shape
-from serve_app.engines.sharded.messages import GroupLimits, Member, Progress, Report, RequestNames
+from serve_app.engines.sharded.messages import (
+    GroupLimits,
+    Member,
+    Progress,
+    RankReport,
+    RequestNames,
+)
 from tokenyard.routing.types import OrderKey
 
 logger = logging.getLogger(__name__)
@@ -134,9 +140,9 @@ class Rank:
         for request_id in request_ids:
             self._manager.cancel_request(request_id)
 
-    async def poll(self, timeout_s: float) -> Report:
+    async def poll(self, timeout_s: float) -> RankReport:
         """Return what has happened since the last call, as soon as there is something."""
-        report: Report = await self._outbox.take(timeout_s)
+        report: RankReport = await self._outbox.take(timeout_s)
         return report
 
     async def ping(self) -> None:
@@ -507,7 +513,7 @@ class ShardedEngine:
         """Hand on what rank 0 reports, for as long as it does."""
         while True:
             try:
-                report: Report = await self._group.ranks[0].poll.remote(_POLL_S)
+                report: RankReport = await self._group.ranks[0].poll.remote(_POLL_S)
             except (RayError, EngineError) as error:
                 self._fail(f"rank 0 of {self.config.num_ranks}: {reason_of(error)}")
                 return

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from serve_app.engines.base import EngineStats
-from serve_app.engines.waiting import Arrivals, read_order_key, write_order_key
+from serve_app.engines.waiting import ArrivalKeys, read_order_key, write_order_key
 from tokenyard.routing.types import OrderKey
 
 
@@ -27,7 +27,7 @@ class RequestNames:
 
     def __init__(self) -> None:
         """Have named nothing yet."""
-        self._numbers, self._arrivals = itertools.count(), Arrivals()
+        self._numbers, self._arrivals = itertools.count(), ArrivalKeys()
 
     def new(self, request_id: str, order_key: OrderKey | None) -> str:
         """Name a request that comes now; without an order key it has the time as its key."""
@@ -57,7 +57,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RankReport:
     """What rank 0 has to tell since it was last asked."""
 
     progress: list[Progress]

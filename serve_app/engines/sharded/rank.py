@@ -51,7 +51,7 @@ from serve_app.engines.base import EngineError, EngineStats, Sampling
 from serve_app.engines.emulation import Pace
 from serve_app.engines.models import find_model
 from serve_app.engines.sharded import attention
-from serve_app.engines.sharded.messages import GroupLimits, Progress, Report, order_key_in
+from serve_app.engines.sharded.messages import GroupLimits, Progress, RankReport, order_key_in
 from serve_app.engines.sharded.packing import make_packable, pack_linears
 from serve_app.engines.sharded.sampling import GumbelDraws
 
@@ -222,7 +222,7 @@ class Outbox(OutputRouter):
         self._fresh = []
         self._loop.call_soon_threadsafe(self._filled.set)
 
-    async def take(self, timeout_s: float) -> Report:
+    async def take(self, timeout_s: float) -> RankReport:
         """Return what has come since the last call, at the latest after `timeout_s`.
 
         Raises:
@@ -238,7 +238,7 @@ class Outbox(OutputRouter):
             raise EngineError(death)
         if death is not None:
             self._filled.set()
-        return Report(progress, stats)
+        return RankReport(progress, stats)
 
 
 class _Nowhere(OutputRouter):

@@ -9,7 +9,7 @@ from unit.region_builders import a_scenario, a_stream, an_oracle
 
 from tokenyard.regions import telemetry
 from tokenyard.regions.policies.dispatch import DISPATCH, by_live_cost
-from tokenyard.regions.scenario import Failure
+from tokenyard.regions.scenario import RegionFailure
 from tokenyard.regions.simulator import RegionSim, world
 from tokenyard.regions.simulator.reports import declare, report
 from tokenyard.regions.simulator.servers import place
@@ -18,7 +18,7 @@ from tokenyard.regions.types import LiveCost, RegionDecision
 few = settings(max_examples=scaled(25))
 
 failures = st.builds(
-    Failure,
+    RegionFailure,
     kind=st.sampled_from(["region_down", "capacity_lost", "links_slow"]),
     start_slot=st.integers(0, 8),
     num_slots=st.integers(1, 6),
@@ -136,7 +136,7 @@ def all_arrays(sim):
 def test_a_region_that_fails_loses_no_task_without_it_being_counted():
     scenario = a_scenario(
         num_slots=30,
-        failures=(Failure(kind="region_down", start_slot=5, num_slots=10),),
+        failures=(RegionFailure(kind="region_down", start_slot=5, num_slots=10),),
     )
     stream = a_stream(scenario)
     sim = RegionSim(scenario, stream, an_oracle(scenario))
@@ -211,7 +211,7 @@ def test_half_a_regions_capacity_lost_moves_what_runs_there_at_a_cost():
     scenario = a_scenario(
         num_slots=20,
         demand={"load": 0.9},
-        failures=(Failure(kind="capacity_lost", start_slot=5, num_slots=10),),
+        failures=(RegionFailure(kind="capacity_lost", start_slot=5, num_slots=10),),
     )
     sim = RegionSim(scenario, a_stream(scenario), an_oracle(scenario))
     while not sim.ended:

@@ -10,7 +10,7 @@ from unit.region_builders import a_scenario, a_stream, an_oracle
 from tokenyard.regions import telemetry
 from tokenyard.regions.policies import REGION_BASELINES
 from tokenyard.regions.problem import policy_maker
-from tokenyard.regions.scenario import Failure
+from tokenyard.regions.scenario import RegionFailure
 from tokenyard.regions.simulator import RegionSim, world
 from tokenyard.regions.telemetry import row_of
 
@@ -72,7 +72,7 @@ def test_worlds_that_differ_in_what_is_hidden_are_decided_alike_until_a_completi
 
 
 failures = st.builds(
-    Failure,
+    RegionFailure,
     kind=st.sampled_from(["region_down", "capacity_lost", "links_slow"]),
     start_slot=st.integers(2, 6),
     num_slots=st.integers(1, 3),

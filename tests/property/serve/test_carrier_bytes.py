@@ -13,7 +13,7 @@ from unit.serve.test_serve_carriers import a_gateway
 from unit.serve.test_serve_external import a_cluster
 
 from serve_app.gateway import carrier, decider
-from serve_app.gateway.carrier_wire import Hello, Kind, to_json
+from serve_app.gateway.carrier_wire import FrameKind, Hello, to_json
 from serve_app.gateway.decider import CarriedPool, Decider
 
 HELLO = Hello().write()
@@ -32,7 +32,7 @@ PAYLOAD = (
 
 @st.composite
 def frames(draw):
-    kind = draw(st.sampled_from([*Kind, 0, 99, 255]))
+    kind = draw(st.sampled_from([*FrameKind, 0, 99, 255]))
     payload = draw(PAYLOAD)
     size = draw(st.sampled_from([len(payload)] * 9 + [0, 1 << 31]))
     number = draw(st.integers(0, 3))
@@ -117,7 +117,7 @@ def gateway():
 def test_a_decider_reads_any_bytes_and_keeps_nothing_of_them(runner, gateway, is_known, data, cuts):
     async def test():
         one = Decider(gateway, None)
-        first = a_frame(Kind.HELLO, HELLO) if is_known else b""
+        first = a_frame(FrameKind.HELLO, HELLO) if is_known else b""
         await give(decider._Link(one), first + data, cuts)
         assert not one._links
         assert gateway.in_flight == 0
@@ -135,7 +135,7 @@ def test_a_carrier_reads_any_bytes_and_lets_everybody_know_who_waits(runner, is_
         number, call = link.open()
         assert number == 1
         asked = asyncio.create_task(link.ask(b"\x02\x00\x00\x00{}"))
-        await give(link, (a_frame(Kind.HELLO, HELLO) if is_known else b"") + data, cuts)
+        await give(link, (a_frame(FrameKind.HELLO, HELLO) if is_known else b"") + data, cuts)
         assert left
         assert link.decider.done()
         assert await call.next() is None or call._said

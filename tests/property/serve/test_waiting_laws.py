@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from serve_app.cluster import QueueSettings
 from serve_app.engines.admission import BatchLimit
 from serve_app.engines.sharded.messages import RequestNames, order_key_in
-from serve_app.engines.waiting import Arrivals, WaitingLine, read_order_key, write_order_key
+from serve_app.engines.waiting import ArrivalKeys, WaitingLine, read_order_key, write_order_key
 from serve_app.gateway.generation import ReplicaFull
 from serve_app.gateway.holding import Holding
 from serve_app.gateway.metrics import Metrics
@@ -45,7 +45,7 @@ steps = st.lists(
 @given(times=st.lists(st.floats(0, 100), max_size=30))
 def test_without_keys_it_is_first_come_first_served_even_if_the_clock_goes_back(times):
     clock = iter(times)
-    arrivals, line = Arrivals(lambda: next(clock)), WaitingLine()
+    arrivals, line = ArrivalKeys(lambda: next(clock)), WaitingLine()
     for number in range(len(times)):
         line.add(number, arrivals.key(None))
     assert [line.pop(0.0) for _ in times] == list(range(len(times)))

@@ -21,7 +21,7 @@ from tokenyard.perf.calibration import (
     with_engine,
 )
 from tokenyard.perf.coefficients import batch_grid
-from tokenyard.perf.hardware import Engine, load_gpu, shipped_calibration
+from tokenyard.perf.hardware import EngineOverhead, load_gpu, shipped_calibration
 from tokenyard.perf.iteration import iteration_s
 from tokenyard.perf.models import load_llm
 from tokenyard.perf.profiles import (
@@ -98,7 +98,7 @@ def test_a_collective_is_found_again_in_spite_of_outliers():
 
 
 def test_an_engine_is_found_again_from_what_it_would_publish():
-    engine = Engine(
+    engine = EngineOverhead(
         kv_efficiency=0.7,
         attention_efficiency=0.3,
         iteration_overhead_s=2e-3,
@@ -183,7 +183,7 @@ def test_a_file_that_cannot_be_fitted_is_refused_with_the_line(tmp_path, text, m
 def test_a_replica_fitted_to_its_iterations_predicts_those_held_out():
     shipped = make_replica("h100_sxm", "llama3_8b")
     kernels = shipped.kernels.model_copy(update={"memory_efficiency": 0.6, "sharpness": 3.0})
-    engine = Engine(
+    engine = EngineOverhead(
         kv_efficiency=0.5, attention_efficiency=0.3, iteration_overhead_s=4e-3, overhead_scale=1.0
     )
     true = with_engine(

@@ -8,7 +8,7 @@ from unit.region_builders import a_scenario, a_stream, an_oracle
 
 from tokenyard.regions import telemetry
 from tokenyard.regions.problem import PROBLEM
-from tokenyard.regions.scenario import Failure
+from tokenyard.regions.scenario import RegionFailure
 from tokenyard.regions.simulator import RegionSim
 from tokenyard.regions.types import RegionDecision
 
@@ -30,7 +30,7 @@ def lived_through(*failures):
 
 
 def a_failure(kind, start_slot, num_slots, **fields):
-    return Failure(kind=kind, start_slot=start_slot, num_slots=num_slots, region=0, **fields)
+    return RegionFailure(kind=kind, start_slot=start_slot, num_slots=num_slots, region=0, **fields)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -52,7 +52,7 @@ def test_lost_capacity_stays_lost_when_a_shorter_failure_ends():
 
 def test_links_stay_slow_when_a_failure_of_others_ends():
     own = a_failure("links_slow", 1, 9, factor=5.0)
-    other = Failure(kind="links_slow", start_slot=3, num_slots=2, region=1, factor=2.0)
+    other = RegionFailure(kind="links_slow", start_slot=3, num_slots=2, region=1, factor=2.0)
     for failures in itertools.permutations([own, other]):
         _, slow = lived_through(*failures)
         for slot, (to_other, to_third) in enumerate(slow):
@@ -63,7 +63,7 @@ def test_links_stay_slow_when_a_failure_of_others_ends():
 
 @pytest.mark.parametrize("kind", ["region_down", "links_slow"])
 def test_a_region_that_is_not_there_cannot_fail(kind):
-    failure = Failure(kind=kind, start_slot=3, num_slots=2, region=4)
+    failure = RegionFailure(kind=kind, start_slot=3, num_slots=2, region=4)
     scenario = a_scenario(num_slots=NUM_SLOTS, failures=(failure,))
     with pytest.raises(ValueError, match=r"no region 4 can fail: topology .* regions 0 to 3"):
         PROBLEM.streams(scenario, "evaluation", 1, 0)

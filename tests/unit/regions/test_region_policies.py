@@ -13,13 +13,15 @@ from tokenyard.regions.observation import PLANS, combine
 from tokenyard.regions.policies import BEST_RULE, REGION_BASELINES, make_region_policy
 from tokenyard.regions.policies.rules import ot_slack
 from tokenyard.regions.problem import PROBLEM, episodes, policy_maker
-from tokenyard.regions.scenario import Failure
+from tokenyard.regions.scenario import RegionFailure
 from tokenyard.regions.simulator import RegionSim, world
 from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions.types import RegionDecision, check_decision
 
 SCENARIO = a_scenario(num_slots=12)
-DOWN = a_scenario(num_slots=12, failures=(Failure(kind="region_down", start_slot=3, num_slots=5),))
+DOWN = a_scenario(
+    num_slots=12, failures=(RegionFailure(kind="region_down", start_slot=3, num_slots=5),)
+)
 
 
 def states(scenario=SCENARIO):

@@ -11,7 +11,7 @@ from unit.serve.test_serve_carriers import BODY, a_site, run, until
 
 from serve_app.gateway import carrier as carrier_module
 from serve_app.gateway import decider as decider_module
-from serve_app.gateway.carrier_wire import OF_VERSION_1, FrameProtocol, Hello, Kind
+from serve_app.gateway.carrier_wire import OF_VERSION_1, FrameKind, FrameProtocol, Hello
 
 OWN = Hello()
 EARLIER = replace(OWN, wire_version=1, release="0.0.9", began_s=OWN.began_s - 60.0)
@@ -162,11 +162,11 @@ def test_nobody_asks_before_a_hello(caplog):
 
             loop = asyncio.get_running_loop()
             _, link = await loop.create_unix_connection(Caller, site.decider.path)
-            link.send(Kind.ASK, 1, b"\x00\x00")
-            link.send(Kind.PING, 0)
+            link.send(FrameKind.ASK, 1, b"\x00\x00")
+            link.send(FrameKind.PING, 0)
             await asyncio.sleep(0.05)
             assert (heard, site.gateway.in_flight) == ([], 0)
-            link.send(Kind.HELLO, 0, b'{"pid": "x"}')
+            link.send(FrameKind.HELLO, 0, b'{"pid": "x"}')
             await until(lambda: heard == ["lost"])
             assert site.value("carriers") == 0
 

@@ -9,7 +9,7 @@ from ray.exceptions import TaskCancelledError
 from serve_app.engine_config import EngineConfig
 from serve_app.engines.base import EngineError, Sampling
 from serve_app.engines.sharded.engine import ShardedEngine
-from serve_app.engines.sharded.messages import GroupLimits, Progress, Report
+from serve_app.engines.sharded.messages import GroupLimits, Progress, RankReport
 
 
 class Method:
@@ -53,7 +53,7 @@ class FakeRank:
 
     async def _poll(self, timeout_s):
         await asyncio.sleep(0.001)
-        return Report([Progress(one, 5, False, None) for one in self.running], None)
+        return RankReport([Progress(one, 5, False, None) for one in self.running], None)
 
 
 async def an_engine(rank):

@@ -11,7 +11,7 @@ from ray.rllib.core.models.catalog import Catalog
 from ray.rllib.utils.spaces.space_utils import unsquash_action
 from scipy import stats
 
-from tokenyard.rl.columnar.actions import Choice, actions_of
+from tokenyard.rl.columnar.actions import DiscreteActions, actions_of
 
 MEMORY = Box(0.0, 1.0, (1,), np.float32)
 SPACES = {
@@ -33,7 +33,7 @@ def rllibs_distribution(space, inputs):
 def as_rllib(actions, kept):
     """Columns as RLlib's nested actions, before they are scaled to the space."""
     if not hasattr(kept, "parts"):
-        return actions.long() if isinstance(kept, Choice) else actions
+        return actions.long() if isinstance(kept, DiscreteActions) else actions
     return {
         name: as_rllib(actions[..., place], part)
         for name, part, place in zip(kept.names, kept.parts, kept.columns, strict=True)
@@ -44,7 +44,7 @@ def some_inputs(kept, num=200, seed=0, ruled_out=True):
     """Outputs of a network; now and then an alternative is ruled out."""
     rng = torch.Generator().manual_seed(seed)
     inputs = torch.randn((num, kept.num_inputs), generator=rng)
-    if ruled_out and isinstance(kept, Choice):
+    if ruled_out and isinstance(kept, DiscreteActions):
         inputs[::3, 1] = -torch.inf
     return inputs
 
@@ -112,7 +112,7 @@ def test_whatever_is_drawn_lies_within_the_space(seed, spread):
 
 def test_the_largest_of_logits_and_gumbel_noise_is_a_draw_from_their_softmax():
     logits = torch.tensor([0.3, -1.0, 1.2, -torch.inf])
-    found = np.bincount(drawn(Choice(4), logits.expand(20_000, 4), seed=0), minlength=4)
+    found = np.bincount(drawn(DiscreteActions(4), logits.expand(20_000, 4), seed=0), minlength=4)
     expected = torch.softmax(logits.double(), -1).numpy() * 20_000
     assert found[3] == 0
     assert stats.chisquare(found[:3], expected[:3]).pvalue > 0.01

@@ -35,7 +35,7 @@ Maker = Callable[[ActivationRule, Knobs], RegionPolicy]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TunableRule:
     """A rule with its knobs."""
 
     make: Maker
@@ -54,33 +54,33 @@ def _receding(dispatch: Dispatch) -> Maker:
 
 _CAP, _PROX, _COST = ("cap",), ("cap", "smoothing"), ("cap", "smoothing", "live")
 
-RECIPES: dict[str, Recipe] = {
-    "round_robin": Recipe(_planned(by_servers)),
-    "local_first": Recipe(_planned(stay_local)),
-    "least_loaded": Recipe(_planned(by_capacity, dispatch="least_loaded")),
-    "skylb": Recipe(_planned(spilled, demand_ahead, "spill"), _CAP, Knobs(0.5)),
-    "sdib": Recipe(_planned(by_capacity, dispatch="balance")),
-    "ot_balanced": Recipe(_planned(ot_balanced)),
-    "ot_slack": Recipe(_planned(ot_slack), _CAP, Knobs(0.43)),
-    "sinkhorn": Recipe(_planned(sinkhorn), _CAP, Knobs(0.46)),
-    "prox_ot": Recipe(_planned(ot_slack), _PROX, Knobs(0.43, 0.4)),
-    "ot_slack_forecast": Recipe(_planned(ot_slack, demand_ahead), _CAP, Knobs(0.43)),
-    "sinkhorn_forecast": Recipe(_planned(sinkhorn, demand_ahead), _CAP),
-    "prox_ot_forecast": Recipe(_planned(ot_slack, demand_ahead), _PROX, Knobs(0.43, 0.4)),
-    "prox_ot_forecast_live": Recipe(
+RECIPES: dict[str, TunableRule] = {
+    "round_robin": TunableRule(_planned(by_servers)),
+    "local_first": TunableRule(_planned(stay_local)),
+    "least_loaded": TunableRule(_planned(by_capacity, dispatch="least_loaded")),
+    "skylb": TunableRule(_planned(spilled, demand_ahead, "spill"), _CAP, Knobs(0.5)),
+    "sdib": TunableRule(_planned(by_capacity, dispatch="balance")),
+    "ot_balanced": TunableRule(_planned(ot_balanced)),
+    "ot_slack": TunableRule(_planned(ot_slack), _CAP, Knobs(0.43)),
+    "sinkhorn": TunableRule(_planned(sinkhorn), _CAP, Knobs(0.46)),
+    "prox_ot": TunableRule(_planned(ot_slack), _PROX, Knobs(0.43, 0.4)),
+    "ot_slack_forecast": TunableRule(_planned(ot_slack, demand_ahead), _CAP, Knobs(0.43)),
+    "sinkhorn_forecast": TunableRule(_planned(sinkhorn, demand_ahead), _CAP),
+    "prox_ot_forecast": TunableRule(_planned(ot_slack, demand_ahead), _PROX, Knobs(0.43, 0.4)),
+    "prox_ot_forecast_live": TunableRule(
         _planned(ot_slack, demand_ahead, "live_shares"), _PROX, Knobs(0.44, 0.4)
     ),
-    "prox_ot_forecast_live_cost": Recipe(
+    "prox_ot_forecast_live_cost": TunableRule(
         _planned(ot_slack, demand_ahead, "live_cost"), _COST, COST_KNOBS
     ),
-    "receding_horizon": Recipe(_receding("shares"), _CAP, Knobs(0.43)),
-    "receding_horizon_live": Recipe(_receding("live_shares"), _CAP, Knobs(0.44)),
-    "receding_horizon_live_cost": Recipe(_receding("live_cost"), ("cap", "live"), COST_KNOBS),
+    "receding_horizon": TunableRule(_receding("shares"), _CAP, Knobs(0.43)),
+    "receding_horizon_live": TunableRule(_receding("live_shares"), _CAP, Knobs(0.44)),
+    "receding_horizon_live_cost": TunableRule(_receding("live_cost"), ("cap", "live"), COST_KNOBS),
 }
 """Every rule by name."""
 
 
-def _as_tuned(recipe: Recipe) -> Callable[[ActivationRule], RegionPolicy]:
+def _as_tuned(recipe: TunableRule) -> Callable[[ActivationRule], RegionPolicy]:
     return lambda rule: recipe.make(rule, recipe.knobs)
 
 

@@ -13,8 +13,8 @@ from tokenyard.regions.activation import ActivationRule, targets_for
 from tokenyard.regions.demand import RegionStream
 from tokenyard.regions.forecast import DemandForecaster
 from tokenyard.regions.policies.dispatch import DISPATCH
-from tokenyard.regions.scenario import TASK_TYPES, Failure, RegionScenario
-from tokenyard.regions.servers import Cluster, likeness, make_cluster
+from tokenyard.regions.scenario import TASK_TYPES, RegionFailure, RegionScenario
+from tokenyard.regions.servers import RegionServers, likeness, make_cluster
 from tokenyard.regions.simulator import slot as kernel
 from tokenyard.regions.simulator import world
 from tokenyard.regions.simulator.reports import report
@@ -136,14 +136,14 @@ class RegionSim:
                 [one for one in failures if _is_of_links(one) and _is_in_force(one, slot)]
             )
 
-    def _take_down(self, failure: Failure, now: float) -> None:
+    def _take_down(self, failure: RegionFailure, now: float) -> None:
         region = self._region_of(failure)
         size = int(self.arrays.seen.first[region + 1] - self.arrays.seen.first[region])
         is_lost = failure.kind == "region_down"
         count = size if is_lost else round(failure.fraction * size)
         fail(self.arrays, region, count, is_lost, now)
 
-    def _slow_down(self, failures: Sequence[Failure]) -> None:
+    def _slow_down(self, failures: Sequence[RegionFailure]) -> None:
         """Set latencies to what they are under some failures of links."""
         latency = self.arrays.seen.latency
         latency[:] = self._plain_latency
@@ -152,17 +152,17 @@ class RegionSim:
             if one.region is not None:
                 latency[:, one.region] = latency[one.region]
 
-    def _region_of(self, failure: Failure) -> int:
+    def _region_of(self, failure: RegionFailure) -> int:
         if failure.region is not None:
             return failure.region
         return int(self._server_tasks.sum(axis=1).argmax())
 
 
-def _is_of_links(failure: Failure) -> bool:
+def _is_of_links(failure: RegionFailure) -> bool:
     return failure.kind == "links_slow"
 
 
-def _is_in_force(failure: Failure, slot: int) -> bool:
+def _is_in_force(failure: RegionFailure, slot: int) -> bool:
     return failure.start_slot <= slot < failure.end_slot
 
 
@@ -171,21 +171,23 @@ def _dealt(count: int) -> IntArray:
     return np.argsort((np.arange(count) * 0.618033988749895) % 1.0)
 
 
-def _server_tasks(scenario: RegionScenario, cluster: Cluster) -> FloatArray:
+def _server_tasks(scenario: RegionScenario, cluster: RegionServers) -> FloatArray:
     tasks = scenario.slot_s / cluster.mean_service_s
     index = _padded_index(cluster)
     return np.where(index >= 0, tasks[cluster.kind[index]], 0.0)
 
 
 @functools.lru_cache(maxsize=64)
-def _padded_index(cluster: Cluster) -> IntArray:
+def _padded_index(cluster: RegionServers) -> IntArray:
     """Servers by region, shape (regions, most servers of one); -1 where there is none."""
     sizes = np.diff(cluster.first_server)
     columns = np.arange(sizes.max())
     return np.where(columns < sizes[:, None], cluster.first_server[:-1, None] + columns, -1)
 
 
-def _make_arrays(scenario: RegionScenario, cluster: Cluster, stream: RegionStream) -> RegionArrays:
+def _make_arrays(
+    scenario: RegionScenario, cluster: RegionServers, stream: RegionStream
+) -> RegionArrays:
     num, servers = cluster.num_regions, len(cluster.region)
     times = np.zeros((servers, world.NUM_SERVER_FLOATS))
     times[:, world.WARMUP_S] = cluster.warmup_s
@@ -207,7 +209,9 @@ def _make_arrays(scenario: RegionScenario, cluster: Cluster, stream: RegionStrea
     )
 
 
-def _make_telemetry(scenario: RegionScenario, cluster: Cluster, stream: RegionStream) -> Telemetry:
+def _make_telemetry(
+    scenario: RegionScenario, cluster: RegionServers, stream: RegionStream
+) -> Telemetry:
     num, servers, num_tasks = cluster.num_regions, len(cluster.region), len(stream.numbers)
     models = len(scenario.demand.model_shares)
     states = np.zeros((servers, telemetry.NUM_SERVER_INTS), dtype=np.int64)
@@ -265,7 +269,7 @@ def _rules(scenario: RegionScenario) -> FloatArray:
     return rules
 
 
-def _kinds(scenario: RegionScenario, cluster: Cluster) -> FloatArray:
+def _kinds(scenario: RegionScenario, cluster: RegionServers) -> FloatArray:
     table = np.zeros((len(scenario.kinds), telemetry.NUM_KIND))
     for row, kind in zip(table, scenario.kinds.values(), strict=True):
         row[telemetry.KIND_MEMORY] = kind.memory_gb

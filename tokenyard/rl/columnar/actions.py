@@ -1,7 +1,7 @@
 """What the outputs of a policy network mean: actions as columns, whatever they are made of.
 
-An action of one kind is one of several (`Choice`) or some bounded numbers (`Interval`). A hybrid
-one has independent parts of both kinds, whose columns and network outputs stand side by side in the
+An action of one kind is one of several (`DiscreteActions`) or some bounded numbers (`BoxActions`).
+A hybrid one has independent parts of both kinds, whose columns and network outputs stand side by side in the
 order of the parts' names, which is RLlib's order too. What may not be chosen has the logit minus
 infinity.
 
@@ -72,7 +72,7 @@ class Actions(Protocol):
         ...
 
     def draw(self, inputs: Tensor, noise: Tensor) -> Tensor:
-        """Draw actions, shape (...) for a `Choice`, else (..., C)."""
+        """Draw actions, shape (...) for a `DiscreteActions`, else (..., C)."""
         ...
 
     def for_env(self, actions: npt.NDArray[Any]) -> Any:
@@ -131,7 +131,7 @@ class Gaussian:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DiscreteActions:
     """One of K alternatives, kept as int64 from 0."""
 
     num_inputs: int
@@ -174,7 +174,7 @@ class Choice:
 
 
 @dataclass(frozen=True, eq=False)
-class Interval:
+class BoxActions:
     """D numbers within bounds; -1 stands for the lower one and 1 for the upper one."""
 
     low: npt.NDArray[np.float32]
@@ -265,7 +265,7 @@ class Hybrid:
         first = 0
         for part in self.parts:
             end = first + part.num_columns
-            columns.append(first if isinstance(part, Choice) else slice(first, end))
+            columns.append(first if isinstance(part, DiscreteActions) else slice(first, end))
             first = end
         self.columns = tuple(columns)
 
@@ -306,12 +306,12 @@ def actions_of(space: gymnasium.Space[Any]) -> Actions:
         ValueError: A space that is not of alternatives and bounded float32 numbers.
     """
     if isinstance(space, gymnasium.spaces.Discrete):
-        return Choice(int(space.n), int(space.start))
+        return DiscreteActions(int(space.n), int(space.start))
     if isinstance(space, gymnasium.spaces.Dict):
         return Hybrid({name: actions_of(part) for name, part in space.spaces.items()})
     if isinstance(space, gymnasium.spaces.Box) and space.is_bounded():
         if space.dtype == np.float32 and space.low.ndim == 1:
-            return Interval(space.low, space.high)
+            return BoxActions(space.low, space.high)
     raise ValueError(
         f"actions of {space} are not kept as columns; take Discrete, a bounded Box of one axis and "
         "dtype float32, or a Dict of them, or the implementation 'rllib_stock'"

@@ -15,7 +15,7 @@ from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 from ray.rllib.utils import force_list
 from ray.rllib.utils.metrics import RLMODULE_INFERENCE_TIMER
 
-from tokenyard.rl.columnar.actions import Choice, actions_of
+from tokenyard.rl.columnar.actions import DiscreteActions, actions_of
 from tokenyard.rl.columnar.columns import Rollout
 
 CLIPPED_FRACTION = "actions_clipped_fraction"
@@ -201,7 +201,7 @@ class ColumnarEnvRunner(RouterEnvRunner):
         all_actions, all_rewards, terminations, truncations, all_real = (
             np.stack(column) for column in zip(*steps, strict=True)
         )
-        if not isinstance(self._actions, Choice):
+        if not isinstance(self._actions, DiscreteActions):
             self._log_mean(CLIPPED_FRACTION, self._actions.clipped(all_actions[all_real]))
         return Rollout(
             observations=np.stack(observations),

@@ -37,7 +37,7 @@ def drawn_by(candidates: Sequence[int], weights: Iterable[float], rng: np.random
     return candidates[bisect_right(sums, rng.random() * sums[-1], hi=len(sums) - 1)]
 
 
-class Turns:
+class RoundRobinTies:
     """Breaks ties in turn: of equals, the one after the one that the last tie was broken for."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tokenyard.routing.policies.cost import Turns, cheapest_of, drawn_by
+from tokenyard.routing.policies.cost import RoundRobinTies, cheapest_of, drawn_by
 from tokenyard.routing.policies.delay import (
     ADDED_DECODE_S,
     ADDED_FIRST_TOKEN_S,
@@ -81,7 +81,7 @@ class LlmdSticky:
         self._threshold = affinity_threshold
         self._max_penalty_s = max_ttft_penalty_s
         self._by_speed = by_speed
-        self._turns = Turns()
+        self._turns = RoundRobinTies()
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the least loaded of the replicas that are kept."""
@@ -122,7 +122,7 @@ class LlmdBlend:
         self._kv_weight = kv_weight
         self._prefix_weight = prefix_weight
         self._by_speed = by_speed
-        self._turns = Turns()
+        self._turns = RoundRobinTies()
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the replica with the highest weighted sum of scores."""

@@ -158,7 +158,7 @@ class FleetArrays(NamedTuple):
     """Copy of one row of state, in which a look ahead is played; shape (width,)."""
 
 
-class Replica(NamedTuple):
+class ReplicaView(NamedTuple):
     """One replica of one copy."""
 
     row: FloatArray
@@ -184,7 +184,7 @@ class Replica(NamedTuple):
 @compiled_inline
 def replica_of(fleet, copy, server):
     """One replica of one copy, whose arrays are views."""
-    return Replica(
+    return ReplicaView(
         fleet.state[copy, server], fleet.replica_params[copy, server], fleet.rules,
         fleet.requests[copy], fleet.chains[copy], fleet.links[copy, server],
         fleet.cached[copy, server // REPLICAS_PER_WORD], 1 << (server % REPLICAS_PER_WORD),

@@ -7,7 +7,7 @@ import math
 from tokenyard.compiled import compiled
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.iteration import begin, end_iteration, time_of
-from tokenyard.routing.simulator.batching_kernel.layout import Replica
+from tokenyard.routing.simulator.batching_kernel.layout import ReplicaView
 from tokenyard.routing.simulator.batching_kernel.queue import waiting_at
 
 
@@ -46,7 +46,7 @@ def look_ahead(replica, scratch, index):
 def copied(replica, scratch):
     """A copy in `scratch` of what the replica holds, which can be run without a trace."""
     copy_row(replica.row, replica.rules, scratch)
-    return Replica(
+    return ReplicaView(
         scratch, replica.params, replica.rules, replica.requests, replica.chains, replica.links,
         replica.cached, replica.bit, replica.block_s, replica.own, replica.outcomes,
         replica.latencies, replica.turns, replica.pending, replica.factors, False,
