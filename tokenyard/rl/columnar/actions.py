@@ -1,9 +1,9 @@
 """What the outputs of a policy network mean: actions as columns, whatever they are made of.
 
 An action of one kind is one of several (`DiscreteActions`) or some bounded numbers (`BoxActions`).
-A hybrid one has independent parts of both kinds, whose columns and network outputs stand side by side in the
-order of the parts' names, which is RLlib's order too. What may not be chosen has the logit minus
-infinity.
+A hybrid one has independent parts of both kinds, whose columns and network outputs stand side by
+side in the order of the parts' names, which is RLlib's order too. What may not be chosen has the
+logit minus infinity.
 
 Shapes: ... any leading axes, K alternatives, D numbers, I outputs of the network, C columns.
 """
