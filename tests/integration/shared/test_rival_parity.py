@@ -10,7 +10,7 @@ from scripts import ROOT, load_script, refusal
 sys.path.append(str(ROOT / "benchmarks"))
 PARITY = load_script("benchmarks/rival_parity.py")
 LEAST_AGREEMENT = {"sglang_cache_aware": 0.9}
-"""Where no snapshot tells what the router goes by: docs/results/rival-parity.md."""
+"""Where no snapshot tells what the router goes by: docs/results/fidelity.md."""
 PICKS = 1000
 
 
