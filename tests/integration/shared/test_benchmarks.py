@@ -53,10 +53,6 @@ def test_a_benchmark_writes_rows_with_the_documented_keys(command, keys, tmp_pat
             ],
             {"trainer", "algorithm", "env_steps_per_cpu_s", "cost_per_hour"},
         ),
-        (
-            ["engine_throughput.py", "--models", "tiny", "--repetitions", "1"],
-            {"model", "batch", "generate_tokens_per_s", "engine_tokens_per_s", "ratio"},
-        ),
     ],
 )
 def test_a_benchmark_with_a_ray_of_its_own_writes_them_too(
