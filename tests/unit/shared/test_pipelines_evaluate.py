@@ -332,9 +332,7 @@ def test_files_that_are_not_there_end_with_one_sentence(tmp_path, capsys):
 
 
 def test_studies_of_nothing_are_refused_in_a_sentence(tmp_path):
-    for args in (
-        paper.Torta("loads", streams=0), paper.Ranking(streams=0), paper.Layouts(layouts=0)
-    ):  # fmt: skip
+    for args in (paper.Torta("loads", streams=0), paper.Layouts(layouts=0)):
         with pytest.raises(SystemExit, match=r"^paper: .*0 .*must be at least 1$"):
             paper.main(args)
     with pytest.raises(SystemExit, match="--weightings 0 must be at least 1"):
