@@ -50,7 +50,7 @@ def test_the_clairvoyant_is_never_worse_than_shortest_expected_delay(seed, objec
 
 @pytest.mark.slow
 def test_the_clairvoyant_reaches_its_known_level_on_the_poisson_scenario():
-    """Mean response against SED over two streams of 5000 requests; docs/results/simulator.md."""
+    """Mean response against SED over two streams of 5000 requests; docs/results/routing.md."""
     scenario = load_scenario("poisson_085")
     streams = synthetic_streams(StreamSource(scenario), count=2, seed=11).requests
     sed = np.mean([exact_sed(scenario, s).response_s.mean() for s in streams])
