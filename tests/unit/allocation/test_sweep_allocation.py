@@ -13,7 +13,7 @@ from tokenyard.rl.allocation.trial import AllocationTrialConfig
 from tune_configs.allocation import AllocationTrial, trainer_config
 from tune_configs.experiment import load_experiments
 
-EXPERIMENTS = ("default", "smoke", "learners", "two_stages", "paper_weights")
+EXPERIMENTS = ("default", "smoke", "learners")
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

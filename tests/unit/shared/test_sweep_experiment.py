@@ -198,7 +198,7 @@ def test_a_trial_is_refused_that_no_node_or_too_few_nodes_can_hold():
 
 
 def test_a_smaller_budget_gives_every_trial_fewer_steps_and_changes_nothing_else():
-    whole = load_experiments("allocation:two_stages")[0]
+    whole = load_experiments("allocation:learners")[0]
     tenth = whole.fitted({}, budget=0.1)
     for less, full in zip(tenth.trials, whole.trials, strict=True):
         assert less == {**full, "env_steps": full["env_steps"] // 10}
