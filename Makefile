@@ -83,7 +83,7 @@ test-all: kernels ## Before a change lands: all but the cluster, at full size; l
 test-recorded: kernels ## What reads published traces, which others skip: TOKENYARD_DATA is the folder that has them.
 	$(IN_TWO) --hypothesis-profile=thorough -m recorded
 
-rivals: $(patsubst rivals/%.txt,$(RIVALS)/%/.installed,$(wildcard rivals/*.txt)) ## What we are compared with: others' routers, proxy and simulator, and step times. In .rivals.
+rivals: $(patsubst rivals/%.txt,$(RIVALS)/%/.installed,$(wildcard rivals/*.txt)) ## What we are compared with: others' routers and proxy. In .rivals.
 
 $(RIVALS)/%/.installed: rivals/%.txt
 	test -d $(@D)/bin || $(PYTHON) -m venv $(@D)

@@ -32,7 +32,7 @@ from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.exchange import Attempt, Call, Headers, InferenceRequest
 from serve_app.gateway.gateway import Gateway, _Attempt
 from serve_app.gateway.pick import Pick
-from serve_app.gateway.replicas import Prompt, ReplicaTable
+from serve_app.gateway.replicas import ReplicaTable
 from serve_app.policy.manager import PolicyManager
 from tokenyard.problem import Row
 from tokenyard.provenance import ResultFile, report
@@ -156,7 +156,7 @@ class Load:
         attempt.take(1)
         attempt.take(100, "stop")
         started_ns = time.thread_time_ns()
-        self.gateway._close(answer, pick, 0, "stop")
+        self.gateway._close(answer, pick, 0, "stop", attempt.num_sends)
         return pick_s, clock_s, (time.thread_time_ns() - started_ns) / 1e9
 
     def stop(self) -> None:
@@ -179,8 +179,9 @@ class Load:
         model = gateway._catalog.find(None)
         assert model is not None
         answer = Answer(
-            request, gateway.cluster.classes[0], _Nobody(), Prompt(request.token_ids), "champion",
-            time.time(), asyncio.Timeout(None), model, None, 1.0,
+            request, gateway.cluster.classes[0], _Nobody(), request.prompt, time.time(),
+            wait=asyncio.Timeout(None), model=model, grant=None, tenant_share=1.0,
+            max_model_tokens=gateway.max_tokens_of(model),
         )  # fmt: skip
         started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
         pick = _result_of(gateway._placement.pick(answer))
@@ -205,7 +206,7 @@ class _Nobody:
 def _cluster(scenario: str) -> Cluster:
     profile = _profile(load_scenario(scenario).required_fleet.replicas[0])
     pool = {
-        "name": "fleet", "kind": "external", "model": "m", "profile": profile,
+        "name": "fleet", "kind": "external", "model": "m", "profile": profile.model_dump(),
         "endpoints": [{"url": "http://localhost"}],
     }  # fmt: skip
     return Cluster.model_validate(

@@ -35,7 +35,6 @@ from tokenyard.provenance import ResultFile, report
 
 Row = dict[str, str | int | float]
 _TITLE = "ray::ServeReplica:"
-_BIN_S = 30.0
 _MAX_TOKENS = 8
 _HANG_S = 10.0
 """How long a replica stands still."""
@@ -70,6 +69,8 @@ class Args:
     """Time between two faults; 0: there is none."""
     change_every_s: float = 20.0
     """Time between two changes of policy or trial."""
+    bin_s: float = 30.0
+    """Length of the bins of responses whose p99 is taken."""
     json: ResultFile | None = None
     """File for the row."""
 
@@ -294,7 +295,7 @@ def judge(args: Args, seen: Seen) -> Row:
     fifth = max(len(size) // 5, 1)
     (first, *were), (last, *are) = size[:fifth].mean(axis=0), size[-fifth:].mean(axis=0)
     responses = np.array([row for row in seen.responses if row[0] >= warm_s])
-    bins = (responses[:, 0] // _BIN_S).astype(int)
+    bins = (responses[:, 0] // args.bin_s).astype(int)
     p99_s = np.array([np.percentile(responses[bins == one, 1], 99) for one in np.unique(bins)])
     slope, _, low, high = stats.theilslopes(p99_s)
     half = len(p99_s) // 2
@@ -309,15 +310,15 @@ def judge(args: Args, seen: Seen) -> Row:
         "threads_first": float(were[1]), "threads_last": float(are[1]),
         "p99_first_half_s": float(np.median(p99_s[:half])),
         "p99_second_half_s": float(np.median(p99_s[half:])),
-        "p99_slope_s_per_minute": float(slope * 60 / _BIN_S),
-        "p99_slope_ci_low": float(low * 60 / _BIN_S),
-        "p99_slope_ci_high": float(high * 60 / _BIN_S),
+        "p99_slope_s_per_minute": float(slope * 60 / args.bin_s),
+        "p99_slope_ci_low": float(low * 60 / args.bin_s),
+        "p99_slope_ci_high": float(high * 60 / args.bin_s),
     }  # fmt: skip
 
 
 def main(args: Args) -> None:
-    if args.minutes * 60 < args.warm_up_minutes * 60 + 4 * _BIN_S:
-        sys.exit("soak: give two minutes more than the warm-up at least")
+    if (args.minutes - args.warm_up_minutes) * 60 < 4 * args.bin_s:
+        sys.exit(f"soak: give {4 * args.bin_s:g} s more than the warm-up at least")
     try:
         with served(args) as where:
             seen = asyncio.run(Soak(where).run())

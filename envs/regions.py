@@ -179,7 +179,7 @@ class RegionEnv(gymnasium.Env[Observations, npt.NDArray[np.float32]]):
 
     Source:
         Du et al. 2025, arXiv 2507.10259v2, sections V-B and V-C. Ours: what the paper leaves out,
-        see docs/results/torta.md; the decision comes before the slot's arrivals are known.
+        see docs/results/regions.md; the decision comes before the slot's arrivals are known.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012

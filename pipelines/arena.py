@@ -38,7 +38,6 @@ from tokenyard.routing.arena import (
     play_all,
     rows_of_cell,
 )
-from tokenyard.routing.arena_lanes import draw_lanes, entries_to_draw, find_matches
 from tokenyard.routing.arena_page import write_page
 from tokenyard.routing.policy_url import PolicyOfUrl, is_url
 from tokenyard.routing.problem import PROBLEM
@@ -63,9 +62,6 @@ class Args:
     """Draws the fleets of sealed cells; by default nobody knows it before, and it is printed."""
     jobs: int = os.cpu_count() or 1
     """Processes that matches are divided between."""
-    lanes: tuple[str, str, str] | None = None
-    """Cell (how its name begins) and two entries whose time lanes the page shows; by default the
-    cell where the default rule is furthest from the best, and these two."""
     page: Path = Path("runs/arena.html")
     """Where to write the board as a page."""
     json: ResultFile | None = None
@@ -113,11 +109,6 @@ def main(args: Args) -> None:
         for cell in cells
         for entry in entries_of(cell, args.entry)
     ]
-    try:
-        if args.lanes is not None:
-            find_matches(matches, args.lanes)
-    except ValueError as error:
-        sys.exit(f"arena: {error}")
     started_s = time.monotonic()
     with processes(args.jobs) as mapped:
         found = play_all(matches, mapped)
@@ -152,9 +143,7 @@ def main(args: Args) -> None:
         f"{took_s:.0f} s; sealed cells: --sealed-seed {sealed_seed}"
     )
     console.print(told, soft_wrap=True)
-    wanted = args.lanes or entries_to_draw(rows)
-    figure = None if wanted is None else draw_lanes(find_matches(matches, wanted))
-    write_page(args.page, rows, summed, failed, [told, command_line(), _versions()], figure)
+    write_page(args.page, rows, summed, failed, [told, command_line(), _versions()])
     console.print(f"page: {args.page}", soft_wrap=True)
     if args.json is not None:
         write_result(args.json, command_line(), args.seed, rows + summed, sealed_seed=sealed_seed)

@@ -1,6 +1,6 @@
 """Fit the performance model to measurements, and report its errors on what was held out.
 
-    python pipelines/calibrate.py                    the tables of docs/results/performance-model.md
+    python pipelines/calibrate.py                    the tables of docs/results/fidelity.md
     python pipelines/calibrate.py --write            also writes tokenyard/perf/tables/fitted.json
     python pipelines/calibrate.py --iterations FILE  the profile of your own engine instead
     python pipelines/calibrate.py --url http://127.0.0.1:8000 --out mine.yaml

@@ -1,8 +1,7 @@
-"""Fit a workload model to a trace of your own, or the shipped ones again, or report on those.
+"""Fit a workload model to a trace of your own, or the shipped ones again.
 
     python pipelines/fit_workload.py --trace mine.csv --out mine.json   a scenario's `workload:`
     python pipelines/fit_workload.py            writes tokenyard/workload/models/*.json
-    python pipelines/fit_workload.py --report   the tables of docs/results/synthetic-workload.md
     python pipelines/fit_workload.py --demand   writes tokenyard/allocation/demand_generator.json
 
 Traces: Azure LLM inference traces 2023, github.com/Azure/AzurePublicDataset, CC-BY 4.0,
@@ -12,24 +11,18 @@ Patel et al., Splitwise, ISCA 2024. Requests after the training part never touch
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tyro
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 import tokenyard.allocation
 import tokenyard.workload
 from tokenyard.allocation.demand import fit_shipped_generator
 from tokenyard.provenance import ResultFile, command_line, write_result
-from tokenyard.workload.comparison import describe
-from tokenyard.workload.fit import fit_mmpp, fit_own, fit_workload
-from tokenyard.workload.model import WorkloadModel, load_model, poisson_arrivals
+from tokenyard.workload.fit import fit_own, fit_workload
+from tokenyard.workload.model import WorkloadModel
 from tokenyard.workload.readers import find_trace, read_trace
 from tokenyard.workload.trace import Trace
 from tokenyard.workload.trace_options import TraceOptions
@@ -68,7 +61,7 @@ SHIPPED = (
 
 @dataclass(frozen=True)
 class Args(TraceOptions):
-    """Fit a workload model to a trace, or the shipped ones again, or report how good they are."""
+    """Fit a workload model to a trace, or the shipped ones again."""
 
     trace: Path | None = None
     """Trace of your own (docs/workloads.md); None: the shipped models."""
@@ -81,14 +74,8 @@ class Args(TraceOptions):
     there would be more than 50,000."""
     length_scale: float = 1.0
     """Factor on its prompt and output lengths."""
-    report: bool = False
-    """Compare the shipped models with the training and the held-out part; write no model."""
     demand: bool = False
     """Fit the generator of allocation's demand to the Azure VM CPU trace instead."""
-    streams: int = 100
-    """Synthetic streams per comparison."""
-    seed: int = 2026
-    """Of the synthetic streams."""
     json: ResultFile | None = None
     """Write the result rows to this file."""
 
@@ -167,92 +154,6 @@ def write_demand(out: Path) -> Row:
     }
 
 
-def choose_states(recipe: Recipe) -> list[Row]:
-    """Return the criterion by which the number of states was chosen."""
-    train, _, _ = read_parts(recipe)
-    fits = {k: fit_mmpp(train.arrival_s, recipe.dt_s, k) for k in range(1, 7)}
-    return [{"trace": recipe.trace, "num_states": k, "bic": fits[k].bic} for k in fits]
-
-
-def compare(recipe: Recipe, num_streams: int, seed: int) -> list[Row]:
-    """Return one row per part and source: the trace, the model, and Poisson with its lengths."""
-    train, held_out, _ = read_parts(recipe)
-    model = load_model(recipe.trace)
-    rows = []
-    for part, real in (("train", train), ("held-out", held_out)):
-        head = {"trace": recipe.trace, "part": part, "num_requests": real.num_requests}
-        rows.append(head | {"source": "real", "streams": 1} | describe(real, real))
-        if part == "held-out":
-            scaled = train.with_rate(real.mean_rate_per_s)
-            rows.append(head | {"source": "training part", "streams": 1} | describe(scaled, real))
-        for source, imitate in (("model", from_model), ("poisson", from_poisson)):
-            measured = measure_streams(model, real, imitate, num_streams, seed)
-            rows.append(head | {"source": source, "streams": num_streams} | measured)
-    return rows
-
-
-Imitate = Callable[[WorkloadModel, Trace, np.random.Generator], Trace]
-
-
-def from_model(model: WorkloadModel, real: Trace, rng: np.random.Generator) -> Trace:
-    """Draw a stream as long as `real` and, in the long run, at its rate."""
-    return model.generate(real.num_requests, rng, real.mean_rate_per_s)
-
-
-def from_poisson(model: WorkloadModel, real: Trace, rng: np.random.Generator) -> Trace:
-    """Draw the same lengths with Poisson arrivals."""
-    arrival_s = poisson_arrivals(real.num_requests, real.mean_rate_per_s, rng)
-    return replace(from_model(model, real, rng), arrival_s=arrival_s)
-
-
-def measure_streams(
-    model: WorkloadModel, real: Trace, imitate: Imitate, num_streams: int, seed: int
-) -> Row:
-    """Return the mean of every statistic over streams, and where nine tenths of the counts' lie."""
-    rngs = np.random.default_rng(seed).spawn(num_streams)
-    each = [describe(imitate(model, real, rng), real) for rng in rngs]
-    row: Row = {}
-    for key in each[0]:
-        values = [one[key] for one in each]
-        row[key] = float(np.mean(values))
-        if key.startswith("dispersion"):
-            row[f"{key}_p5"], row[f"{key}_p95"] = np.quantile(values, (0.05, 0.95)).tolist()
-    return row
-
-
-def show(console: Console, rows: list[Row], keys: tuple[str, ...]) -> None:
-    """Print rows as a Markdown table."""
-    table = Table(*keys, box=box.MARKDOWN)
-    for row in rows:
-        table.add_row(*(_cell(row, key) for key in keys))
-    console.print(table)
-
-
-def _cell(row: Row, key: str) -> str:
-    value = row[key]
-    if not isinstance(value, float):
-        return str(value)
-    digits = 3 if key.startswith(("ks", "size")) else 2 if key.startswith(("auto", "rate")) else 1
-    text = f"{value:.{digits}f}"
-    if f"{key}_p5" in row:
-        text += f" ({row[f'{key}_p5']:.{digits}f} .. {row[f'{key}_p95']:.{digits}f})"
-    return text
-
-
-def report(args: Args) -> list[Row]:
-    """Print the comparison of every model; return its rows."""
-    console = Console(highlight=False, width=200)
-    compared = [row for recipe in RECIPES for row in compare(recipe, args.streams, args.seed)]
-    ids = ("trace", "part", "source", "num_requests")
-    groups = (("ks",), ("dispersion",), ("autocorrelation",), ("rate", "mean", "size"))
-    for group in groups:
-        keys = [key for key in compared[0] if key.startswith(group)]
-        show(console, compared, (*ids, *keys))
-    chosen = [row for recipe in RECIPES for row in choose_states(recipe)]
-    show(console, chosen, ("trace", "num_states", "bic"))
-    return compared + chosen
-
-
 def fit(args: Args) -> list[Row]:
     """Fit what is asked for, write it, and print a line for each."""
     if args.demand:
@@ -274,14 +175,12 @@ def fit(args: Args) -> list[Row]:
 def main(args: Args) -> None:
     if not args.demand and (args.trace is None) != (args.out is None):
         sys.exit("fit_workload: give --trace and --out together")
-    if args.streams < 1:
-        sys.exit(f"fit_workload: --streams {args.streams} must be at least 1")
     try:
-        rows = report(args) if args.report else fit(args)
+        rows = fit(args)
     except (ValueError, OSError) as error:
         sys.exit(f"fit_workload: {error}")
     if args.json:
-        write_result(args.json, command_line(), args.seed, rows)
+        write_result(args.json, command_line(), None, rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Repeat what the papers print, and what stands beside it.
 
     python pipelines/paper.py tables         routing: its Tables I and II; six CPU-hours
-    python pipelines/paper.py ranking        do drawn and recorded traffic rank rules alike?
     python pipelines/paper.py allocation --figures runs/allocation-paper   Table 1, figures 2 to 13
     python pipelines/paper.py fronts --figures runs/fronts                 plans, fronts, limits
     python pipelines/paper.py torta accuracy                               also ablation, failures
@@ -42,8 +41,6 @@ from tokenyard.regions import judge, studies
 from tokenyard.regions.policies import REGION_BASELINES
 from tokenyard.regions.problem import PROBLEM
 from tokenyard.regions.scenario import load_regions
-from tokenyard.routing.ranking import METRICS, agreement
-from tokenyard.routing.scenario import load_scenario
 
 TABLES = ("I", "II", "poisson_085", "ablation")
 PRINTED = {
@@ -89,20 +86,6 @@ class Tables:
     """Trainings at a time, one core each."""
     json: ResultFile | None = None
     """File for the summary."""
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """Compare the order of the baselines on recorded and on synthetic traffic."""
-
-    scenarios: tuple[str, ...] = ("bursty_serial", "conversation")
-    """Scenarios that name a recorded test part."""
-    streams: int = 10
-    """Synthetic streams; agreement is averaged over them."""
-    seed: int = 2026
-    """Of the synthetic streams."""
-    json: ResultFile | None = None
-    """Write the result rows to this file."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +153,6 @@ class Layouts:
 
 Args = (
     Annotated[Tables, tyro.conf.subcommand("tables")]
-    | Annotated[Ranking, tyro.conf.subcommand("ranking")]
     | Annotated[Allocation, tyro.conf.subcommand("allocation")]
     | Annotated[Fronts, tyro.conf.subcommand("fronts")]
     | Annotated[Torta, tyro.conf.subcommand("torta")]
@@ -243,21 +225,6 @@ def print_tables(rows: Sequence[Mapping[str, Any]]) -> None:
             PRINTED.get((row["table"], row["policy"]), ""),
         )
     console(170).print(table)
-
-
-def rank(args: Ranking) -> list[Row]:
-    at_least_one("--streams", args.streams)
-    scenarios = [load_scenario(name) for name in args.scenarios]
-    rows = [row for one in scenarios for row in agreement(one, args.streams, args.seed)]
-    table = Table(
-        "scenario", "traffic", "mean", "p99", "violations", title="Kendall's tau to recorded"
-    )
-    for row in rows:
-        cells = [f"{row[f'tau_{m}']:.2f} ({row[f'tau_{m}_between_streams']:.2f})" for m in METRICS]
-        table.add_row(str(row["scenario"]), str(row["traffic"]), *cells)
-    Console().print(table)
-    print("in brackets: between the first synthetic stream and the others")
-    return rows
 
 
 def replicate_allocation(args: Allocation) -> list[Row]:
@@ -376,8 +343,6 @@ def judge_regions(args: Layouts) -> list[Row]:
 def run(args: Args) -> list[Row]:
     if isinstance(args, Tables):
         return fill_tables(args)
-    if isinstance(args, Ranking):
-        return rank(args)
     if isinstance(args, Allocation):
         return replicate_allocation(args)
     if isinstance(args, Fronts):

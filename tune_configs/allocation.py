@@ -135,22 +135,6 @@ def smoke() -> Experiment:
     )
 
 
-def two_stages() -> Experiment:
-    """PPO and A2C after cloning the tuned autoscaler, five seeds."""
-    trials = [
-        _trial(algorithm, 400_000, seed, iterations=8, scenario=STUDIED)
-        for algorithm in ("cloned_ppo", "cloned_a2c")
-        for seed in range(5)
-    ]
-    return replace(learners(), trials=tuple(trials))
-
-
-def paper_weights() -> Experiment:
-    """Every learner rewarded by the paper's sum, and judged by cost all the same."""
-    trials = [{**trial, "reward_weights": PAPER} for trial in learners().trials]
-    return replace(learners(), trials=tuple(trials))
-
-
 def weights() -> Experiment:
     """PPO after cloning, under weights of violations and energy that are drawn as numbers.
 

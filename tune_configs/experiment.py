@@ -232,18 +232,6 @@ def load_experiments(reference: str) -> tuple[Experiment, ...]:
     return chain
 
 
-def load_experiment(reference: str) -> Experiment:
-    """As `load_experiments`, for one that is no chain.
-
-    Raises:
-        ValueError: It is one.
-    """
-    chain = load_experiments(reference)
-    if len(chain) > 1:
-        raise ValueError(f"{reference} is a chain of {len(chain)} experiments")
-    return chain[0]
-
-
 def _find_module(name: str) -> ModuleType:
     inside = f"tune_configs.{name}"
     if "." not in name and importlib.util.find_spec(inside) is not None:

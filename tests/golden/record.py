@@ -1,17 +1,19 @@
-"""What a change of structure must not change: rows, decisions and the HTTP schema.
+"""What a change of structure must not change: rows, decisions, the HTTP schema and help.
 
-python tests/golden/record.py --check [PART ...]
-python tests/golden/record.py --write
+PYTHONPATH=.:tests python tests/golden/record.py --check [PART ...]
+PYTHONPATH=.:tests python tests/golden/record.py --write [PART ...]
 
 Rows come from the command `pipelines/evaluate.py` on shortened copies of every shipped scenario,
-decisions from every shipped policy on drawn states, the schema from both HTTP applications.
-`--check` prints what differs from `expected_*.json` beside this file and exits with 1. An intended
+decisions from every shipped policy on drawn states, the schema from both HTTP applications, help
+from every verb. `--check` prints what differs from `expected_*.json` and `help/` beside this file
+and exits with 1. An intended
 difference is recorded with `--write`, and the commit that does says why. Not compared: wall times
 (`decision_ms`), and the head of a result file (command, versions, seed, git_sha).
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import gc
 import hashlib
@@ -26,30 +28,29 @@ import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import numpy as np
 import yaml
+from golden import decisions
 
+from pipelines import cli
 from serve_app import app as serving
 from tokenyard.allocation.plans import load_allocation
-from tokenyard.allocation.policies import BEST_RULE, make_allocation_policy
-from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import allocation_names
-from tokenyard.allocation.types import AllocationState, SlotMeasurements
 from tokenyard.regions.scenario import load_regions, region_names
-from tokenyard.routing.artifact import DEFAULT_RULE, PolicyArtifact, learned_policy
+from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.scenario import load_scenario, scenario_names
-from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, ScoringPolicy
 from tokenyard.workload.paths import data_folders
 
 HERE = Path(__file__).parent
+HELP = HERE / "help"
 PIPELINES = HERE.parents[1] / "pipelines"
 TOLERANCE = 1e-9
 DIGITS = 12
 SEED = 17
+TERMINAL = {"COLUMNS": "100", "NO_COLOR": "1"}
 NOT_COMPARED = {"decision_ms"}
 SERVERS, FLEET = "sed,sed_reserve,sed_dump,sita", "sed,tuned_marginal_delay,dynamo_cost,sita"
 ALLOCATION = "planner,best_static,autoscaler_tuned,autoscaler_forecast"
@@ -116,7 +117,7 @@ def allocation_entries(name: str) -> dict[str, Entry]:
     demand = scenario.get("demand", {})
     generated = scenario | {"demand": demand | {"source": "generator"}}
     one = ("--streams", "1")
-    if name not in tuned_pools():
+    if name not in decisions.tuned_pools():
         arguments = (*one, "--baseline", "planner")
         return {f"allocation/{name}": Entry(generated, "planner,autoscaler_70", arguments)}
     recorded = scenario | {"demand": demand | {"source": "vm_cpu"}}
@@ -126,12 +127,6 @@ def allocation_entries(name: str) -> dict[str, Entry]:
             recorded, "planner,autoscaler_tuned", one, RECORDED["vm_cpu"]
         ),
     }
-
-
-def tuned_pools() -> list[str]:
-    """Allocation scenarios whose rules were tuned."""
-    folder = resources.files("tokenyard") / "scenarios" / "tuned" / "allocation"
-    return sorted(Path(str(one)).stem for one in folder.iterdir())
 
 
 def document(scenario: Any, problem: str | None = None) -> dict[str, Any]:
@@ -159,18 +154,18 @@ def evaluate(entry: Entry) -> dict[str, Any]:
 
 def run_script(command: list[str]) -> str:
     """Run a script in this process, which has loaded the kernels; what it printed."""
-    before = sys.argv, list(sys.path), os.environ.pop("MLFLOW_TRACKING_URI", None)
+    before = sys.argv, list(sys.path)
     sys.argv, sys.path = command, [str(PIPELINES), *sys.path]
     out, errors = io.StringIO(), io.StringIO()
     try:
-        with redirect_stdout(out), redirect_stderr(errors):
+        with redirect_stdout(out), redirect_stderr(errors), patch.dict(os.environ, TERMINAL):
+            os.environ.pop("MLFLOW_TRACKING_URI", None)
             runpy.run_path(command[0], run_name="__main__")
     except SystemExit as stop:
-        raise RuntimeError(f"{' '.join(command)}: {errors.getvalue()}") from stop
+        if stop.code:
+            raise RuntimeError(f"{' '.join(command)}: {errors.getvalue()}") from stop
     finally:
-        sys.argv, sys.path[:] = before[0], before[1]
-        if before[2] is not None:
-            os.environ["MLFLOW_TRACKING_URI"] = before[2]
+        sys.argv, sys.path[:] = before
     return out.getvalue()
 
 
@@ -215,86 +210,19 @@ def rows_part(names: Iterable[str] | None = None) -> dict[str, Any]:
     return found
 
 
-SERIAL = ("bursty_serial", "conversation", "high_load", "nominal", "poisson_085")
-"""Routing policies that are offered servers; the others replicas that batch."""
-NUM_CASES, NUM_SLOTS = 60, 120
+def decisions_part(names: Iterable[str] | None = None) -> dict[str, Any]:
+    """What shipped policies decide, all of them or those that are named."""
+    known = decisions.entries()
+    return {name: known[name]() for name in names or known}
 
 
-def decisions_part() -> dict[str, Any]:
-    """What every shipped policy of routing decides, and the rule that allocates."""
-    found: dict[str, Any] = {}
-    folder = resources.files("tokenyard") / "artifacts" / "routing"
-    for path in sorted((Path(str(one)) for one in folder.iterdir()), key=lambda path: path.stem):
-        serial = path.stem in SERIAL
-        key = f"routing/{path.stem}" + ("" if serial else "/batching")
-        found[key] = routing_decisions(PolicyArtifact.load(path), not serial)
-    for name in tuned_pools():
-        found[f"allocation/{name}"] = allocation_decisions(name)
-    return found
-
-
-def routing_decisions(artifact: PolicyArtifact, batches: bool) -> dict[str, Any]:
-    """Chosen replicas, and the mean cost of each."""
-    rng = np.random.default_rng(SEED)
-    policy = learned_policy(artifact)
-    num = artifact.metadata.num_replicas or 4
-    chosen, scores = "", []
-    for number in range(NUM_CASES):
-        tokens = int(rng.integers(1, 6000))
-        request = Request(2.0 * number, tokens, tokens + float(rng.integers(5, 600)))
-        snapshots = [a_snapshot(i, request, rng, batches) for i in range(num)]
-        if isinstance(policy, ScoringPolicy):
-            decision = policy.decide(request, snapshots)
-            chosen += str(decision.replica)
-            scores.append(decision.scores)
-        else:
-            chosen += str(policy.route(request, snapshots))
-    means = np.mean(scores, axis=0).tolist() if scores else None
-    return {"sha256": artifact.sha256, "replicas": chosen, "mean_scores": means}
-
-
-def a_snapshot(
-    index: int, request: Request, rng: np.random.Generator, batches: bool
-) -> ReplicaSnapshot:
-    """A replica with a random backlog."""
-    waiting, running = int(rng.integers(0, 4)), int(rng.integers(0, 16 if batches else 2))
-    tokens = (waiting + running) * float(rng.uniform(500, 2500))
-    prefill, output = float(rng.uniform(0, tokens)), 60.0 * (waiting + running)
-    speed = float(rng.choice([0.5, 1.0, 2.0]))
-    engine = EngineSnapshot(
-        0.012 / speed, 1e-4 / speed, 3e-4 / speed, 4e-7 / speed, 512, 60_000.0,
-        float(rng.random()), prefill, output, int(rng.integers(0, request.context_tokens)),
-    )  # fmt: skip
-    return ReplicaSnapshot(
-        f"replica-{index}", 5000 * speed, 16 if batches else 1, 256 if batches else 5, waiting,
-        running, tokens, mean_response_s=float(rng.uniform(0.1, 4)),
-        observed_at_s=request.arrival_s, engine=engine if batches else None,
-    )  # fmt: skip
-
-
-def allocation_decisions(name: str) -> dict[str, Any]:
-    """Plans, each from the one before under a noisy day of demand."""
-    rng = np.random.default_rng(SEED)
-    scenario = load_allocation(name)
-    demand = scenario.demand.model_copy(update={"source": "generator"})
-    context = AllocationContext(scenario.model_copy(update={"demand": demand}), rng)
-    policy, table = make_allocation_policy(BEST_RULE, context), context.table
-    slots = np.arange(600 + NUM_SLOTS)
-    per_s = table.pool_goodput_capacity_per_s * (0.4 - 0.35 * np.cos(2 * np.pi * slots / 144))
-    per_s = (per_s * np.exp(rng.normal(0, 0.1, len(slots)))).tolist()
-    plan, plans = table.plans[0], []
-    for slot in range(600, 600 + NUM_SLOTS):
-        measured = SlotMeasurements(*rng.uniform(0, [1.0, 1.0, 20.0, 0.3, 90.0, 0.3]).tolist())
-        state = AllocationState(
-            slot * scenario.slot_s, plan, tuple(per_s[slot - 600 : slot]),
-            float(rng.choice([0, 50])), int(rng.integers(1, 20)), measured=measured,
-        )  # fmt: skip
-        plan = policy.allocate(state)
-        plans.append(
-            f"{plan.parallelism} {plan.num_gpus} {plan.memory_fraction:g} {plan.max_batch}"
-        )
-    kinds = sorted(set(plans))
-    return {"plans": kinds, "decided": " ".join(str(kinds.index(one)) for one in plans)}
+def help_part() -> dict[str, Any]:
+    """What `tokenyard --help` and `tokenyard VERB --help` say, line by line."""
+    arguments = {"tokenyard": ["--help"], **{verb: [verb, "--help"] for verb in cli.verbs()}}
+    return {
+        name: [line.rstrip() for line in run_script([cli.__file__, *given]).splitlines()]
+        for name, given in arguments.items()
+    }
 
 
 def schema_part() -> dict[str, Any]:
@@ -342,13 +270,19 @@ def described(schema: dict[str, Any]) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "decisions": decisions_part,
+    "help": help_part,
     "schema": schema_part,
     "rows": rows_part,
 }
 
+KNOWN: dict[str, Callable[[], dict[str, Any]]] = {"decisions": decisions.entries, "rows": entries}
+"""Entries of parts that may be made of some alone."""
+
 
 def expected(part: str) -> dict[str, Any]:
     """What was recorded."""
+    if part == "help":
+        return {path.stem: path.read_text("utf-8").splitlines() for path in HELP.iterdir()}
     text = (HERE / f"expected_{part}.json").read_text(encoding="utf-8")
     result: dict[str, Any] = json.loads(text)
     return result
@@ -356,16 +290,24 @@ def expected(part: str) -> dict[str, Any]:
 
 def differences(part: str, found: dict[str, Any]) -> list[str]:
     """What differs from the record, of the entries that were made here."""
-    recorded = expected(part)
+    recorded, known = expected(part), KNOWN.get(part, dict)()
     if part == "rows":
         for name in [name for name in found if not comparable(recorded, found, name)]:
             say(f"skipped {name}: its recorded file is another one")
             found = {key: value for key, value in found.items() if key != name}
-        recorded = {
-            name: one for name, one in recorded.items() if name in found or name not in entries()
-        }
+    recorded = {key: one for key, one in recorded.items() if key in found or key not in known}
+    if part == "rows":
         recorded, found = by_policy(recorded), by_policy(found)
+    if part == "help":
+        return [
+            line for name in {**recorded, **found} for line in texts_differ(name, recorded, found)
+        ]
     return list(compare(part, recorded, rounded(found)))
+
+
+def texts_differ(name: str, old: dict[str, list[str]], new: dict[str, list[str]]) -> Iterable[str]:
+    """Lines that differ, as a patch has them."""
+    return difflib.unified_diff(old.get(name, []), new.get(name, []), name, name, n=0, lineterm="")
 
 
 def comparable(recorded: dict[str, Any], found: dict[str, Any], name: str) -> bool:
@@ -418,7 +360,13 @@ def rounded(value: Any) -> Any:
 
 
 def write(part: str, found: dict[str, Any]) -> None:
-    """Record a part: one line per entry."""
+    """Record a part: one line per entry, or one file."""
+    if part == "help":
+        for path in HELP.iterdir():
+            path.unlink()
+        for name, text in found.items():
+            (HELP / f"{name}.txt").write_text("\n".join(text) + "\n", encoding="utf-8")
+        return
     lines = (f"{json.dumps(k)}: {json.dumps(rounded(v))}" for k, v in found.items())
     text = "{\n" + ",\n".join(lines) + "\n}\n"
     (HERE / f"expected_{part}.json").write_text(text, encoding="utf-8")

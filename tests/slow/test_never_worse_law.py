@@ -1,6 +1,6 @@
 """Twenty fixed draws of the law: nothing loses there more often than is written down.
 
-docs/results/any-cluster.md has more draws. The law allows one worse draw of twenty, and none by
+docs/results/own-traffic.md has more draws. The law allows one worse draw of twenty, and none by
 more than 10 %. The rule that five streams of one's own choose keeps it.
 """
 

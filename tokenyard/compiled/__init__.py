@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import logging
 import os
 import re
 import shutil
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
+from numba.core import event as numba_events
+
+logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -133,3 +137,20 @@ if "scipy.linalg" not in sys.modules:
     del sys.modules["scipy.linalg"]
 _config: Any = numba.config
 _config.CACHE_DIR = str(cache_folder(_config.CACHE_DIR, source_key()))
+
+
+class _Notice(numba_events.Listener):
+    """Says once that something is being compiled, which may take minutes and looks like a hang."""
+
+    said = False
+
+    def on_start(self, event: object) -> None:
+        if not self.said:
+            self.said = True
+            logger.warning("compiling kernels, once for this version; this may take minutes")
+
+    def on_end(self, event: object) -> None:
+        pass
+
+
+numba_events.register("numba:compile", _Notice())

@@ -18,7 +18,7 @@ from tokenyard.regions.forecast import fit_seasonal
 from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import RegionFailure, load_regions
 from tokenyard.regions.simulator.run import run_regions
-from tokenyard.routing.bounds import clairvoyant, mc_rollout
+from tokenyard.routing.bounds import clairvoyant
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies.delay import MarginalDelay, finish_times_s, mark_safe
 from tokenyard.routing.policies.in_order import MarginalInOrder
@@ -55,7 +55,6 @@ def compile_batching() -> None:
     sim.best_ahead(0, 1.0)
     sim.snapshots(0, 1)
     _play(sim)
-    sim.run_given(np.zeros((1, _NUM_REQUESTS), dtype=np.int64))
 
 
 def compile_branching() -> None:
@@ -87,7 +86,6 @@ def compile_constant_rate() -> None:
     sim.load(0, stream)
     _play(sim)
     sim.run_delay_rule(1.0, -1)
-    mc_rollout(scenario, token_rows(stream))
     clairvoyant(scenario, token_rows(stream))
     _branch(scenario)
 

@@ -114,7 +114,7 @@ def shipped_calibration(file: str = "fitted.json") -> Calibration:
 
 @functools.cache
 def step_time_calibrations() -> Mapping[str, Calibration]:
-    """Return what was fitted to NVIDIA's step times, by name of the kernels (`step_times`)."""
+    """Return what was fitted to NVIDIA's step times, by name of the kernels."""
     return TypeAdapter(dict[str, Calibration]).validate_json(read_table("step_times.json"))
 
 

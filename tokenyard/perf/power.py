@@ -45,12 +45,3 @@ def flop_utilisation(
     operations = 2 * replica.llm.num_layers * replica.llm.layer_parameters * tokens
     most = replica.num_gpus * replica.flops_per_s * time_s
     return np.asarray(operations / np.where(time_s > 0, most, 1.0))
-
-
-def energy_j_per_token(
-    replica: Replica, prefill_tokens: float, decoding_sequences: float, kv_tokens: float
-) -> float:
-    """Energy per output token when the replica runs such iterations without pause, joules."""
-    batch = prefill_tokens, decoding_sequences, kv_tokens
-    power = power_w(replica, flop_utilisation(replica, *batch))
-    return float(power * iteration_s(replica, *batch) / decoding_sequences)

@@ -9,7 +9,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tokenyard.problem import Row
 from tokenyard.routing.arena import SIGNIFICANT
-from tokenyard.routing.arena_lanes import Figure
 
 _FULL_COLOUR = 0.3
 """Regret from which on a cell of the map has its full colour."""
@@ -21,7 +20,6 @@ def write_page(
     summed: Sequence[Row],
     failed: Sequence[str],
     told: Sequence[str],
-    lanes: Figure | None = None,
 ) -> None:
     """Write the page; its folder is created.
 
@@ -31,7 +29,6 @@ def write_page(
         summed: Of every entry (`arena.board`).
         failed: Sentences on entries that failed.
         told: What was run, with what.
-        lanes: What ran when in one cell.
     """
     environment = Environment(
         loader=PackageLoader("tokenyard.routing", "."), autoescape=True, trim_blocks=True,
@@ -47,7 +44,6 @@ def write_page(
         failed=failed,
         told=told,
         significant=SIGNIFICANT,
-        lanes=lanes,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")

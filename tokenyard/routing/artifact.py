@@ -46,7 +46,7 @@ from tokenyard.workload.model import WorkloadModel, load_model
 
 DEFAULT_RULE = "marginal_delay+sjf@60"
 """What decides where no policy was trained and no rule was tuned, on servers of any kind
-(docs/results/any-cluster.md)."""
+(docs/results/own-traffic.md)."""
 
 
 class PolicySimulator(Protocol):

@@ -6,18 +6,15 @@ one to be placed, as if nothing more came. They take it where it finishes first,
 the delay of all others are least. That nothing more comes is wrong: who learns what does may do
 better, and then the bound shows just what is not to be had from better estimates alone.
 
-Two searches over serial servers, where the state of a server is just the time at which it gets
-free. Both know the true size of every request that has arrived, and need the simulator's view,
-so they are no policies; evaluation names them beside policies to show what is left to win.
+`clairvoyant` knows the future of serial servers, where the state of a server is just the time at
+which it gets free: a beam search over placements, where SED over the true arrivals to come
+estimates what a partial placement still costs. Its result is a feasible placement, so the true
+optimum is at least as good.
 
-- `mc_rollout` knows the traffic but not the future: for each candidate server it follows shortest
-  expected delay (SED) over sampled rollouts and takes the server of least mean cost. The same
-  rollouts serve all candidates.
-- `clairvoyant` knows the future: a beam search over placements, where SED over the true arrivals
-  to come estimates what a partial placement still costs. Its result is a feasible placement, so
-  the true optimum is at least as good.
+All need the simulator's view, so they are no policies; evaluation names them beside policies to
+show what is left to win.
 
-Shapes: S servers, H arrivals in a horizon, K samples, B beam width.
+Shapes: S servers, R requests, B beam width.
 """
 
 from __future__ import annotations
@@ -32,10 +29,8 @@ from tokenyard.compiled import compiled
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching import BatchingSim
-from tokenyard.routing.simulator.batching_streams import token_rows
 from tokenyard.routing.simulator.constant_rate import Actions, ClusterSim, Outcomes
 from tokenyard.routing.simulator.run import Chooser, repeating
-from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 from tokenyard.types import FloatArray
 
 Objective = Literal["mean", "mean_and_slo"]
@@ -43,14 +38,10 @@ Objective = Literal["mean", "mean_and_slo"]
 _MISS_COST_S: dict[Objective, float] = {"mean": 0.0, "mean_and_slo": 2.0}
 """What a response beyond the SLO costs on top of its length, seconds."""
 
-ROLLOUT_HORIZON = 60
-ROLLOUT_SAMPLES = 40
-ROLLOUT_POOL = 20_000
-"""Requests of sampled traffic in which rollouts begin."""
 BEAM_WIDTH = 64
 BEAM_HORIZON = 120
 
-# Columns of the requests that the searches read.
+# Columns of the requests that the search reads.
 _DISPATCH_S, _ARRIVAL_S, _TOKENS = kernel.DISPATCH_S, kernel.ARRIVAL_S, kernel.TRUE_TOTAL
 
 
@@ -98,23 +89,33 @@ def _follow_sed(
     requests: FloatArray,
     first: int,
     last: int,
-    shift_s: float,
 ) -> float:
-    """Cost of requests first..last-1, moved in time by `shift_s`, under SED; uses up `free_s`.
+    """Cost of requests first..last-1 under SED; uses up `free_s`.
 
     Where the traffic goes on after them, the backlog they leave is charged too.
     """
     cost_s = 0.0
     for index in range(first, last):
-        dispatch_s = requests[index, _DISPATCH_S] + shift_s
         tokens = requests[index, _TOKENS]
+        dispatch_s = requests[index, _DISPATCH_S]
         server = _sed(free_s, speeds, dispatch_s, tokens)
         finish_s = _place(free_s, speeds, server, dispatch_s, tokens)
-        cost_s += _cost_s(finish_s - requests[index, _ARRIVAL_S] - shift_s, terms)
+        cost_s += _cost_s(finish_s - requests[index, _ARRIVAL_S], terms)
     if first < last < requests.shape[0]:
-        now_s = requests[last - 1, _DISPATCH_S] + shift_s
-        cost_s += terms[2] * _backlog_s(free_s, speeds, now_s) ** 2
+        cost_s += terms[2] * _backlog_s(free_s, speeds, requests[last - 1, _DISPATCH_S]) ** 2
     return cost_s
+
+
+@compiled
+def _place_by_sed(
+    free_s: FloatArray, speeds: FloatArray, requests: FloatArray, actions: Actions
+) -> None:
+    """Fill `actions` with the server of every request under SED; uses up `free_s`."""
+    for index in range(requests.shape[0]):
+        tokens = requests[index, _TOKENS]
+        dispatch_s = requests[index, _DISPATCH_S]
+        actions[index] = _sed(free_s, speeds, dispatch_s, tokens)
+        _place(free_s, speeds, actions[index], dispatch_s, tokens)
 
 
 @compiled
@@ -126,52 +127,6 @@ def _backlog_s(free_s: FloatArray, speeds: FloatArray, now_s: float) -> float:
         tokens += max(free_s[server] - now_s, 0.0) * speeds[server]
         tokens_per_s += speeds[server]
     return tokens / tokens_per_s
-
-
-@compiled
-def _roll_out(
-    speeds: FloatArray,
-    terms: FloatArray,
-    requests: FloatArray,
-    pool: FloatArray,
-    starts: Actions,
-    horizon: int,
-    free_s: FloatArray,
-    scratch_s: FloatArray,
-    actions: Actions,
-) -> None:
-    """Place every request by rollout.
-
-    Args:
-        speeds: Tokens per second, shape (S,).
-        terms: As `_terms` gives them, shape (3,).
-        requests: The stream, shape (R, NUM_REQUEST).
-        pool: Sampled traffic, shape (P, NUM_REQUEST).
-        starts: Requests of `pool` after which the rollouts of each decision begin, shape (R, K).
-        horizon: Arrivals in a future; 0 makes the rollout SED itself.
-        free_s: When each server gets free, zeros, shape (S,).
-        scratch_s: Shape (S,).
-        actions: Filled with the servers, shape (R,).
-    """
-    for index in range(requests.shape[0]):
-        dispatch_s = requests[index, _DISPATCH_S]
-        tokens = requests[index, _TOKENS]
-        best_s = np.inf
-        for server in range(speeds.shape[0]):
-            cost_s = 0.0
-            for sample in range(starts.shape[1]):
-                _copy(free_s, scratch_s)
-                finish_s = _place(scratch_s, speeds, server, dispatch_s, tokens)
-                cost_s += _cost_s(finish_s - requests[index, _ARRIVAL_S], terms)
-                start = starts[index, sample]
-                cost_s += _follow_sed(
-                    scratch_s, speeds, terms, pool, start + 1, start + 1 + horizon,
-                    dispatch_s - pool[start, _DISPATCH_S],
-                )  # fmt: skip
-            if cost_s < best_s:
-                best_s = cost_s
-                actions[index] = server
-        _place(free_s, speeds, actions[index], dispatch_s, tokens)
 
 
 @compiled
@@ -216,7 +171,7 @@ def _expand(
     scratch_s = frees_s[-1]
     _copy(free_s, scratch_s)
     last = min(index + 1 + horizon, requests.shape[0])
-    to_go_s = _follow_sed(scratch_s, speeds, terms, requests, index + 1, last, 0.0)
+    to_go_s = _follow_sed(scratch_s, speeds, terms, requests, index + 1, last)
     total_s: float = cost_s + to_go_s
     return total_s
 
@@ -302,8 +257,8 @@ def _search(
 def _require_serial(scenario: Scenario) -> None:
     if scenario.fleet:
         raise ValueError(
-            f"scenario {scenario.name!r} has a fleet: mc_rollout and clairvoyant are for serial "
-            "servers that queue; ahead_own and ahead_marginal for replicas that batch"
+            f"scenario {scenario.name!r} has a fleet: clairvoyant is for serial servers "
+            "that queue; ahead_own and ahead_marginal for replicas that batch"
         )
     if scenario.discipline != "serial" or scenario.overflow != "queue":
         raise ValueError(
@@ -340,73 +295,25 @@ def _replay(scenario: Scenario, requests: FloatArray, actions: Actions) -> Outco
     return sim.outcomes()
 
 
-def _rollout_actions(
-    scenario: Scenario,
-    requests: FloatArray,
-    terms: FloatArray,
-    pool: FloatArray,
-    starts: Actions,
-    horizon: int,
-) -> Actions:
-    actions = np.zeros(len(requests), dtype=np.int64)
-    num_servers = scenario.num_servers
-    _roll_out(
-        _speeds(scenario), terms, requests, pool, starts, horizon,
-        np.zeros(num_servers), np.empty(num_servers), actions,
-    )  # fmt: skip
-    return actions
-
-
-def exact_sed(
-    scenario: Scenario, requests: FloatArray, seed: int = 0, objective: Objective = "mean"
-) -> Outcomes:
-    """Place by shortest expected delay with true sizes: where both searches start from.
+def exact_sed(scenario: Scenario, requests: FloatArray) -> Outcomes:
+    """Place by shortest expected delay with true sizes: what the clairvoyant begins at.
 
     Args:
         scenario: Serial servers that queue.
         requests: The stream, shape (num_requests, kernel.NUM_REQUEST).
-        seed: Of no effect.
-        objective: Of no effect: to finish first is to cost least.
-    """
-    _require_serial(scenario)
-    starts = np.zeros((len(requests), 1), dtype=np.int64)
-    terms = _terms(scenario, objective, requests)
-    return _replay(
-        scenario, requests, _rollout_actions(scenario, requests, terms, requests, starts, 0)
-    )
-
-
-def mc_rollout(
-    scenario: Scenario, requests: FloatArray, seed: int = 0, objective: Objective = "mean"
-) -> Outcomes:
-    """Place by Monte-Carlo rollout over SED: 40 rollouts of 60 arrivals per candidate.
-
-    Rollouts are stretches of the scenario's training traffic, each seen from one of its arrivals.
-    One step of policy improvement over SED (Tesauro and Galperin 1996), with common random
-    numbers.
-
-    Args:
-        scenario: Serial servers that queue.
-        requests: The stream, shape (num_requests, kernel.NUM_REQUEST).
-        seed: Of the sampled rollouts.
-        objective: `mean` response, or `mean_and_slo`: with 2 s more for each SLO violation.
 
     Raises:
         ValueError: The servers are not serial, or drop requests.
     """
     _require_serial(scenario)
-    rng = stream_rng(seed, "training")
-    pool = token_rows(StreamSource(scenario).sample(ROLLOUT_POOL, rng))
-    starts = rng.integers(ROLLOUT_POOL - ROLLOUT_HORIZON - 1, size=(len(requests), ROLLOUT_SAMPLES))
-    terms = _terms(scenario, objective, pool)
-    actions = _rollout_actions(scenario, requests, terms, pool, starts, ROLLOUT_HORIZON)
+    actions = np.zeros(len(requests), dtype=np.int64)
+    _place_by_sed(np.zeros(scenario.num_servers), _speeds(scenario), requests, actions)
     return _replay(scenario, requests, actions)
 
 
 def clairvoyant(
     scenario: Scenario,
     requests: FloatArray,
-    seed: int = 0,
     objective: Objective = "mean",
     *,
     beam_width: int = BEAM_WIDTH,
@@ -420,7 +327,6 @@ def clairvoyant(
     Args:
         scenario: Serial servers that queue.
         requests: The stream, shape (num_requests, kernel.NUM_REQUEST).
-        seed: Of no effect: nothing is drawn.
         objective: `mean` response, or `mean_and_slo`: with 2 s more for each SLO violation.
         beam_width: Partial placements kept after every request.
         horizon: True arrivals over which SED estimates what a placement will cost.
@@ -460,21 +366,18 @@ def _ahead(others_weight: float, scenario: Scenario, requests: FloatArray, seed:
     if scenario.fleet is None:
         raise ValueError(
             f"scenario {scenario.name!r} has no fleet: ahead_own and ahead_marginal look into "
-            "replicas that batch; mc_rollout and clairvoyant are for serial servers"
+            "replicas that batch; clairvoyant is for serial servers"
         )
     # The simulator of a fleet is asked.
     return lambda sim, copy: cast(BatchingSim, sim).best_ahead(copy, others_weight)
 
 
-def _serial(
-    search: Callable[..., Outcomes], scenario: Scenario, requests: FloatArray, seed: int
-) -> Chooser:
-    return repeating(search(scenario, requests, seed).server)
+def _clairvoyant(scenario: Scenario, requests: FloatArray, seed: int) -> Chooser:
+    return repeating(clairvoyant(scenario, requests).server)
 
 
 BOUNDS: dict[str, Callable[[Scenario, Any, int], Chooser]] = {
-    "mc_rollout": partial(_serial, mc_rollout),
-    "clairvoyant": partial(_serial, clairvoyant),
+    "clairvoyant": _clairvoyant,
     "ahead_own": partial(_ahead, 0.0),
     "ahead_marginal": partial(_ahead, 1.0),
 }

@@ -2,7 +2,7 @@
 
 A batch that decodes has few rows, and a general matrix product then spends its time on reading
 weights that lie badly for it: at eight rows oneDNN's own order halves the time of SmolLM2's layers
-(docs/results/engines.md). Imported in the ranks' processes only.
+(docs/results/gateway.md). Imported in the ranks' processes only.
 """
 
 from __future__ import annotations

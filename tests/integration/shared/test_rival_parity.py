@@ -1,16 +1,17 @@
 """Our rules decide as the routers do that they are named after: the real ones, as processes."""
 
 import dataclasses
+import json
 import math
 import sys
 
 import pytest
-from scripts import ROOT, load_script, refusal
+from scripts import ROOT, call, load_script, refusal
 
 sys.path.append(str(ROOT / "benchmarks"))
 PARITY = load_script("benchmarks/rival_parity.py")
 LEAST_AGREEMENT = {"sglang_cache_aware": 0.9}
-"""Where no snapshot tells what the router goes by: docs/results/rival-parity.md."""
+"""Where no snapshot tells what the router goes by: docs/results/fidelity.md."""
 PICKS = 1000
 
 
@@ -43,6 +44,19 @@ def test_a_rule_decides_as_its_router_does(case):
 @pytest.mark.parametrize("case", CLASSES, ids=name_of)
 def test_a_rule_decides_as_its_class_of_ray_serve_does(case, ray_cluster):
     check(case)
+
+
+def test_the_command_writes_a_row_per_policy(ray_cluster, monkeypatch, tmp_path):
+    # The script has its own for the process that it is.
+    monkeypatch.setattr(PARITY.signal, "signal", lambda *_: None)
+    path, table = tmp_path / "rows.json", tmp_path / "rows.csv"
+    call(PARITY, "--rivals", PARITY.RAY, "--picks", "30", "--json", path, "--csv", table)
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert [(row["policy"], row["rule"]) for row in rows] == [
+        (case.policy, case.rule) for case in CLASSES
+    ]
+    assert all(row["num_picks"] == 30 for row in rows)
+    assert len(table.read_text(encoding="utf-8").splitlines()) == 1 + len(CLASSES)
 
 
 def test_without_the_routers_it_is_refused_with_what_installs_them(tmp_path, monkeypatch):

@@ -1,17 +1,20 @@
-"""From `sweep.py` over the registry to a gateway: what was swept decides for sharded engines."""
+"""The main chain: a sweep of two problems, the registry, Ray Serve, sharded engines, a lineage."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pyarrow.parquet as pq
 import pytest
+import ray
 import yaml
 from integration.served_sweeps import FOLDER, NAMES, write_scenarios
+from mlflow import MlflowClient
 from ray import serve
 from unit.engine_builders import a_tiny_llama
 from unit.tiny_tokenizer import save_tiny_tokenizer
@@ -19,6 +22,8 @@ from unit.tiny_tokenizer import save_tiny_tokenizer
 from pipelines import sweep
 from serve_app.app import GatewayOptions, build_gateway, find_cluster, load_policy
 from serve_app.http.free_port import free_port
+from tokenyard import registry
+from tokenyard.problem import PROBLEMS
 from tokenyard.routing import artifact
 
 pytest.importorskip("torch")
@@ -130,76 +135,108 @@ def get(url, path):
     return answer.json()
 
 
-def test_what_beats_its_rivals_is_champion_and_what_does_not_stays_a_candidate(swept):
-    assert swept["routing"]["alias"] == "champion"
-    assert swept["allocation"]["alias"] == "candidate"
-    for problem, name in NAMES.items():
-        assert swept[problem]["model"] == f"tokenyard-{problem}-own_{name}"
-
-
-def test_the_gateway_names_the_run_and_the_hash_of_the_sweep(url, swept):
-    policy, plan = get(url, "/v1/policy"), get(url, "/v1/allocation")
-    for found, problem in ((policy, "routing"), (plan, "allocation")):
-        made = swept[problem]
-        assert (found["sha256"], found["mlflow_run"]) == (made["sha256"], made["run_id"])
-        assert found["source"] == f"registry {made['model']}@candidate"
-        assert found["registry_error"] is None
-
-
-def test_a_request_is_placed_by_it_and_the_log_says_so(url, folder, swept):
-    answer = httpx.post(f"{url}/v1/completions", json=BODY, timeout=120)
+def post(url, path, **body):
+    answer = httpx.post(f"{url}{path}", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
-    made, log = swept["routing"], folder / "log"
+    return answer.json()
+
+
+def logged(log):
+    """First row of the decision log."""
     wait_until(lambda: list(log.glob("decisions-*.parquet")), 30)
     (row, *_) = pq.read_table(sorted(log.glob("decisions-*.parquet"))[0]).to_pylist()
-    assert row["policy"] == f"candidate@{made['sha256']}"
-    assert row["mlflow_run"] == made["run_id"]
-    assert row["fallback_reason"] is None
-    pools = {one["pool"].split("-")[0] for one in row["candidates"]}
-    assert pools == {"staged", "sharded"}
+    return row
 
 
-def test_the_plan_changes_under_load_and_every_request_is_answered(url):
+@contextmanager
+def requests_going_on(url):
+    """Statuses of what two clients are answered, again and again."""
     statuses, stop = [], threading.Event()
 
     def ask():
         while not stop.is_set():
-            answer = httpx.post(f"{url}/v1/completions", json=BODY, timeout=120)
-            statuses.append(answer.status_code)
+            statuses.append(httpx.post(f"{url}/v1/completions", json=BODY, timeout=120).status_code)
 
     clients = [threading.Thread(target=ask) for _ in range(2)]
     for client in clients:
         client.start()
     try:
-        plan = {"parallelism": "data", "num_gpus": 1}
-        answer = httpx.post(f"{url}/v1/allocation", json={"plan": plan}, timeout=60)
-        assert answer.status_code == 200, answer.text
-        wait_until(lambda: not get(url, "/v1/allocation")["changing"])
-        asked = len(statuses)
-        wait_until(lambda: len(statuses) > asked + 5)
+        yield statuses
     finally:
         stop.set()
         for client in clients:
             client.join()
+
+
+def ranks_reserved():
+    """Ranks that Ray holds room for: bundles of a replica but its own process's."""
+    groups = ray.util.placement_group_table().values()
+    return sum(len(one["bundles"]) - 1 for one in groups if one["state"] == "CREATED")
+
+
+def ancestors(client, run_id):
+    """A run, the run that it is part of, and so on."""
+    runs = [client.get_run(run_id)]
+    while above := runs[-1].data.tags.get("mlflow.parentRunId"):
+        runs.append(client.get_run(above))
+    return runs
+
+
+def test_two_problems_are_swept_served_by_hash_and_known_by_one_lineage(url, uri, folder, swept):
+    routing, allocation = swept["routing"], swept["allocation"]
+    # What beats its rivals is champion; what does not stays a candidate.
+    assert (routing["alias"], allocation["alias"]) == ("champion", "candidate")
+    for problem, name in NAMES.items():
+        model, alias = swept[problem]["model"], swept[problem]["alias"]
+        assert model == f"tokenyard-{problem}-own_{name}"
+        found = registry.mlflow_lookup(uri, alias)(model)
+        assert PROBLEMS[problem]().load_artifact(found.path).sha256 == swept[problem]["sha256"]
+
+    # The gateway has both, and switches by name.
+    for path, made in (("/v1/policy", routing), ("/v1/allocation", allocation)):
+        served = get(url, path)
+        assert (served["sha256"], served["mlflow_run"]) == (made["sha256"], made["run_id"])
+        assert served["source"] == f"registry {made['model']}@candidate"
+        assert served["registry_error"] is None
+    champion = post(url, "/v1/policy", policy="champion")
+    assert champion["source"] == f"registry {routing['model']}@champion"
+    assert champion["sha256"] == routing["sha256"]
+    rule = post(url, "/v1/allocation", policy="autoscaler_70")
+    assert (rule["source"], rule["sha256"], rule["mlflow_run"]) == ("built in", None, None)
+    assert post(url, "/v1/allocation", policy="candidate")["sha256"] == allocation["sha256"]
+
+    # The champion places a request on one of two sharded engines.
+    post(url, "/v1/completions", **BODY)
+    row = logged(folder / "log")
+    assert row["policy"] == f"champion@{routing['sha256']}"
+    assert row["fallback_reason"] is None
+    assert {one["pool"].split("-")[0] for one in row["candidates"]} == {"staged", "sharded"}
+
+    # The plan changes under load: three ranks of one engine become one, and all are answered.
+    assert ranks_reserved() == 2 + 3
+    with requests_going_on(url) as statuses:
+        post(url, "/v1/allocation", plan={"parallelism": "data", "num_gpus": 1})
+        wait_until(lambda: not get(url, "/v1/allocation")["changing"])
+        asked = len(statuses)
+        wait_until(lambda: len(statuses) > asked + 5)
     assert set(statuses) == {200}
     state = get(url, "/v1/allocation")
     assert state["changes"][0]["outcome"] == "done"
     assert (state["plan"]["parallelism"], state["by_hand"]) == ("data", True)
+    assert ranks_reserved() == 2 + 1
 
-
-def test_the_champion_is_served_by_name_and_a_candidate_on_demand(url, swept):
-    def switched(path, policy):
-        answer = httpx.post(f"{url}{path}", json={"policy": policy}, timeout=60)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    champion = switched("/v1/policy", "champion")
-    assert champion["source"].endswith("@champion")
-    assert champion["mlflow_run"] == swept["routing"]["run_id"]
-    rule = switched("/v1/allocation", "autoscaler_70")
-    assert (rule["source"], rule["sha256"], rule["mlflow_run"]) == ("built in", None, None)
-    candidate = switched("/v1/allocation", "candidate")
-    assert candidate["sha256"] == swept["allocation"]["sha256"]
+    # Whatever decided was made by the same sweep.
+    client = MlflowClient(uri)
+    lines = {
+        "routing": ancestors(client, row["mlflow_run"]),
+        "allocation": ancestors(client, state["mlflow_run"]),
+    }
+    for problem, (trial, of_problem, sweep_run) in lines.items():
+        assert trial.info.run_id == swept[problem]["run_id"]
+        assert of_problem.data.tags["registered_sha256"] == swept[problem]["sha256"]
+        assert sweep_run.data.tags[f"{problem}.registered_sha256"] == swept[problem]["sha256"]
+        assert trial.info.status == of_problem.info.status == sweep_run.info.status == "FINISHED"
+    assert len({line[-1].info.run_id for line in lines.values()}) == 1
 
 
 def test_without_the_registry_what_ships_is_found_and_nothing_is_made(folder, swept, monkeypatch):

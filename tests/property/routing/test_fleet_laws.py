@@ -222,23 +222,6 @@ def test_a_copy_among_many_lives_the_life_it_would_live_alone(drawn, seed):
 
 
 @few
-@given(instance=fleets(), seed=seeds)
-def test_given_decisions_are_played_as_they_would_be_stepped(instance, seed):
-    stepped, played = loaded(instance), loaded(instance)
-    servers = np.random.default_rng(seed).integers(0, NUM, played.arrays.outcomes.shape[:2])
-    rewards = np.zeros(servers.shape)
-    while (index := stepped.current()) >= 0:
-        rewards[0, index] += stepped.step(servers[:, index])[0]
-    rewards[:, -1] += stepped.drain()
-    assert played.run_given(servers).tobytes() == rewards.tobytes()
-    assert played.arrays.outcomes.tobytes() == stepped.arrays.outcomes.tobytes()
-    assert played.arrays.state.tobytes() == stepped.arrays.state.tobytes()
-    for wrong in (servers[:, 1:], servers - NUM, servers + NUM):
-        with pytest.raises(ValueError, match="decision"):
-            played.run_given(wrong)
-
-
-@few
 @given(instance=fleets(), wrong=st.sampled_from([-1, NUM, 2**40]), seed=seeds)
 def test_an_action_that_names_no_replica_is_refused_and_changes_nothing(instance, wrong, seed):
     sim = loaded(instance, num_copies=2)

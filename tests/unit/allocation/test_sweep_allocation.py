@@ -11,14 +11,14 @@ from tokenyard.evaluation import figures_of, rank
 from tokenyard.promotion import judge_candidate, rivals
 from tokenyard.rl.allocation.trial import AllocationTrialConfig
 from tune_configs.allocation import AllocationTrial, trainer_config
-from tune_configs.experiment import load_experiment
+from tune_configs.experiment import load_experiments
 
-EXPERIMENTS = ("default", "smoke", "learners", "two_stages", "paper_weights")
+EXPERIMENTS = ("default", "smoke", "learners")
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_trial_of_every_experiment_can_be_built(name):
-    experiment = load_experiment(f"allocation:{name}")
+    experiment = load_experiments(f"allocation:{name}")[0]
     assert experiment.problem is PROBLEM
     assert experiment.baseline in experiment.baselines
     for trial in experiment.designed_trials(seed=3):
@@ -28,13 +28,13 @@ def test_every_trial_of_every_experiment_can_be_built(name):
 
 
 def test_reward_weights_that_are_unknown_are_refused():
-    trial = dict(load_experiment("allocation:smoke").trials[0])
+    trial = dict(load_experiments("allocation:smoke")[0].trials[0])
     with pytest.raises(ValueError, match="choose 'cost' or 'paper'"):
         trainer_config({**trial, "reward_weights": "beauty"})
 
 
 def test_a_weight_that_is_drawn_takes_the_place_of_the_named_one():
-    trial = dict(load_experiment("allocation:smoke").trials[0])
+    trial = dict(load_experiments("allocation:smoke")[0].trials[0])
     found = trainer_config({**trial, "weights": {"violations": 0.5, "energy": 0.1}})["objective"]
     assert (found.usd, found.violations, found.energy) == (1.0, 0.5, 0.1)
     assert AllocationTrial.hyperparameters(trial)["reward.energy"] == 0.0

@@ -2,7 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from tokenyard.perf.power import energy_j_per_token, flop_utilisation, power_w
+from tokenyard.perf.iteration import iteration_s
+from tokenyard.perf.power import flop_utilisation, power_w
 from tokenyard.perf.replica import make_replica
 
 
@@ -65,7 +66,12 @@ def test_an_idle_replica_draws_its_idle_power_and_a_saturated_one_no_more_than_i
 
 def test_a_full_batch_spends_less_energy_per_token_than_a_single_sequence():
     replica = make_replica("h100_sxm", "llama3_8b")
-    alone, together = (energy_j_per_token(replica, 0, n, 500 * n) for n in (1, 128))
+    alone, together = (
+        power_w(replica, flop_utilisation(replica, 0, n, 500 * n))
+        * iteration_s(replica, 0, n, 500 * n)
+        / n
+        for n in (1, 128)
+    )
     assert together < alone / 10
 
 

@@ -9,7 +9,7 @@ from tokenyard.regions.scenario import load_regions, region_names
 from tokenyard.regions.servers import make_cluster
 from tokenyard.regions.topology import load_topology
 from tokenyard.regions.types import RegionState
-from tune_configs.experiment import load_experiment
+from tune_configs.experiment import load_experiments
 
 
 @pytest.mark.parametrize("name", region_names())
@@ -129,5 +129,5 @@ def test_activation_counts_no_server_that_is_down():
 def test_the_default_experiments_need_no_extra(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "topohub", None)
     load_topology.cache_clear()
-    scenario = load_regions(load_experiment(f"regions:{name}").scenario)
+    scenario = load_regions(load_experiments(f"regions:{name}")[0].scenario)
     assert load_topology(scenario.topology).num_regions == 6

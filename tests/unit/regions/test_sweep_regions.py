@@ -16,7 +16,7 @@ from tokenyard.regions.simulator import RegionSim
 from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.regions.training import RegionRllib, constraint_values, regions_config
 from tokenyard.rl.regions.trial import RegionTrialConfig
-from tune_configs.experiment import load_experiment
+from tune_configs.experiment import load_experiments
 from tune_configs.regions import trainer_config
 
 TINY = a_scenario(num_slots=12)
@@ -24,7 +24,7 @@ TINY = a_scenario(num_slots=12)
 
 @pytest.mark.parametrize("name", ["default", "faithful", "smoke"])
 def test_every_trial_of_every_experiment_can_be_built(name):
-    experiment = load_experiment(f"regions:{name}")
+    experiment = load_experiments(f"regions:{name}")[0]
     assert experiment.problem is PROBLEM
     assert experiment.baseline in experiment.baselines
     for trial in experiment.designed_trials(seed=3):
@@ -34,13 +34,13 @@ def test_every_trial_of_every_experiment_can_be_built(name):
 
 
 def test_settings_of_a_trial_take_the_place_of_the_recipes():
-    trial = dict(load_experiment("regions:smoke").trials[1])
+    trial = dict(load_experiments("regions:smoke")[0].trials[1])
     config = RegionTrialConfig.model_validate({**trainer_config(trial), "training": {"lr": 5e-5}})
     assert config.hyperparameters(TINY)["lr"] == 5e-5
 
 
 def test_reward_weights_that_are_unknown_are_refused():
-    trial = dict(load_experiment("regions:smoke").trials[0])
+    trial = dict(load_experiments("regions:smoke")[0].trials[0])
     with pytest.raises(ValueError, match="choose 'cost' or 'paper'"):
         trainer_config({**trial, "reward_weights": "beauty"})
 

@@ -1,6 +1,5 @@
 """The arena: cells, hindsight, boards, and entries that misbehave."""
 
-import itertools
 import json
 import math
 
@@ -25,7 +24,6 @@ from tokenyard.routing.arena import (
     play_all,
     rows_of_cell,
 )
-from tokenyard.routing.arena_lanes import draw_lanes, entries_to_draw, find_matches
 from tokenyard.routing.arena_page import write_page
 from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.evaluation import per_stream
@@ -167,53 +165,14 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_is_told(cell, tmp_path)
     found = {one: play(Match(one, cell, TINY, 1)) for one in entries}
     rows = rows_of_cell(cell, found, 1)
     path = tmp_path / "folder" / "page.html"
-    matches = [Match(one, cell, TINY, 1) for one in entries]
-    lanes = draw_lanes(find_matches(matches, ("poisson", "sed", "random")))
-    write_page(path, rows, board(rows), ["<b>bad</b> failed"], ["told"], lanes)
+    write_page(path, rows, board(rows), ["<b>bad</b> failed"], ["told"])
     page = path.read_text()
     assert "&lt;b&gt;bad&lt;/b&gt; failed" in page
     assert "src=" not in page
     assert "http" not in page
     assert cell.name in page
-    assert page.count('class="run"') == sum(
-        len(lane.bars) for side in lanes.sides for lane in side.lanes
-    )
     assert json.loads(json.dumps(rows))[0]["entry"] == "sed"
     assert math.isnan(rows[0]["mean_ttft_s"])
-
-
-@pytest.mark.parametrize("name", ["poisson_085", "conversation_mixed_gpus"])
-def test_lanes_show_every_request_in_sight_once_and_no_two_in_one_place(name):
-    there = Cell("cell", load_scenario(name), 0.8)
-    matches = [Match(Entry(one, "rule", one), there, Size(1, 400), 3) for one in ("sed", "random")]
-    figure = draw_lanes(matches)
-    assert [side.entry for side in figure.sides] == ["sed", "random"]
-    for side in figure.sides:
-        assert [lane.name for lane in side.lanes] == list(there.scenario.server_names)
-        for lane in side.lanes:
-            by_row = sorted(
-                (bar.row, bar.start, bar.start + bar.wait + bar.run) for bar in lane.bars
-            )
-            for one, other in itertools.pairwise(by_row):
-                assert one[0] != other[0] or one[2] <= other[1] + 1e-9
-            assert all(0 <= bar.start <= 1 and bar.wait >= 0 and bar.run >= 0 for bar in lane.bars)
-        total = sum(len(lane.bars) + lane.num_hidden for lane in side.lanes)
-        assert total >= 159
-
-
-def test_lanes_are_of_the_cell_where_the_default_rule_is_furthest():
-    rows = [
-        {"entry": DEFAULT_RULE, "cell": cell, "regret_mean_fraction": regret, "best_rule": "a or b"}
-        for cell, regret in (("x", 0.1), ("y", -0.3))
-    ]
-    assert entries_to_draw(rows) == ("y", DEFAULT_RULE, "a")
-    assert entries_to_draw([]) is None
-
-
-def test_lanes_of_who_does_not_play_are_refused(cell):
-    matches = [Match(Entry("sed", "rule", "sed"), cell, TINY, 1)]
-    with pytest.raises(ValueError, match="no entry 'nobody' in a cell 'poisson'"):
-        find_matches(matches, ("poisson", "sed", "nobody"))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,9 @@
 """The best rule for some traffic, and champions beside it over a range of loads."""
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripts import call, load_script
 from sizes import scaled
 
 from tokenyard.routing.policies.tuned import load_tuned
@@ -84,14 +81,3 @@ def test_no_rule_is_chosen_that_another_one_beats(rules, near):
 )
 def test_how_far_beyond_another_rule_is_told_by_the_worst_measure(ours, far):
     assert beyond(np.array(ours), np.array([-9, 1.0, 4.0, 0.1])) == pytest.approx(far)
-
-
-def test_the_champion_is_shown_at_every_load_beside_the_best_rules_there(tmp_path):
-    path = tmp_path / "rows.json"
-    loads = ("--loads", "0.5", "0.9", "--streams", "2", "--choosing", "1")
-    call(load_script("benchmarks/fresh_seeds.py"), "--scenario", FLEET, *loads, "--json", path)
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    assert {row["offered_load"] for row in rows} == {0.5, 0.9}
-    chosen = [by for row in rows for by in row["chosen_by"].split(" and ")]
-    assert sorted(chosen) == ["mean", "mean", "score", "score"]
-    assert all(row["baseline_mean_response_s"] > 0 for row in rows)

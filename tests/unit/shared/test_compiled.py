@@ -43,6 +43,23 @@ def test_a_folder_that_the_user_names_gets_a_keyed_one_inside(tmp_path):
     assert printed.strip() == str(tmp_path / f"numba-{source_key()}")
 
 
+def test_it_is_said_once_that_something_is_compiled_and_not_where_it_was_before(tmp_path):
+    (tmp_path / "kernels.py").write_text(
+        "from tokenyard.compiled import compiled\n\n\n"
+        "@compiled\ndef twice(x):\n    return 2 * x\n\n\n"
+        "@compiled\ndef thrice(x):\n    return 3 * x\n\n\n"
+        "twice(1)\nthrice(1)\n"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, tmp_path / "kernels.py"]
+    said = [
+        subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert said[0].stderr.count("compiling kernels") == 1
+    assert said[1].stderr == ""
+
+
 def test_a_place_that_cannot_be_written_to_is_passed_over(tmp_path, monkeypatch):
     monkeypatch.setattr("tokenyard.compiled.PACKAGE", tmp_path / "site-packages" / "tokenyard")
     monkeypatch.setenv("TOKENYARD_CACHE", str(tmp_path / "user"))

@@ -180,7 +180,7 @@ def test_bounds_stand_beside_policies_in_the_same_rows():
     [
         ("sedd", "nominal", r"unknown policy 'sedd'; give a policy file \(.npz or .py\) or one of"),
         ("nowhere.npz", "nominal", "nowhere.npz does not exist"),
-        ("mc_rollout", "high_load", "bounds exist for serial servers"),
+        ("clairvoyant", "high_load", "bounds exist for serial servers"),
         ("ahead_marginal", "nominal", "'nominal' has no fleet"),
     ],
 )

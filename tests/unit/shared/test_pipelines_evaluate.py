@@ -9,7 +9,6 @@ import yaml
 
 from pipelines import evaluate, paper, tune_baselines
 from tokenyard.problem import PROBLEMS
-from tokenyard.routing import ranking
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.problem import PROBLEM
@@ -263,12 +262,8 @@ def test_where_all_who_wait_long_are_given_up_more_than_capacity_is_compared(tmp
         ({"scenario": "nominal", "jobs": 0}, "--jobs 0 must be at least 1"),
         ({"scenario": "poisson_085", "source": "held-out"}, "no recorded test part"),
         (
-            {"scenario": "churn", "policies": "sed,mc_rollout"},
-            "has a fleet: mc_rollout and clairvoyant are for serial",
-        ),
-        (
             {"scenario": "churn", "policies": "clairvoyant"},
-            "has a fleet: mc_rollout and clairvoyant are for serial",
+            "has a fleet: clairvoyant is for serial",
         ),
     ],
 )
@@ -337,9 +332,7 @@ def test_files_that_are_not_there_end_with_one_sentence(tmp_path, capsys):
 
 
 def test_studies_of_nothing_are_refused_in_a_sentence(tmp_path):
-    for args in (
-        paper.Torta("loads", streams=0), paper.Ranking(streams=0), paper.Layouts(layouts=0)
-    ):  # fmt: skip
+    for args in (paper.Torta("loads", streams=0), paper.Layouts(layouts=0)):
         with pytest.raises(SystemExit, match=r"^paper: .*0 .*must be at least 1$"):
             paper.main(args)
     with pytest.raises(SystemExit, match="--weightings 0 must be at least 1"):
@@ -426,10 +419,6 @@ def test_tuning_writes_rules_that_fit_the_scenario(tmp_path, capsys):
     assert sorted(rules["sita_replicas"]) == [0, 1]
     assert rules["scores"]["sed_reserve"] >= rules["scores"]["sed"]
     assert "sed_dump" in capsys.readouterr().out
-
-
-def test_agreement_is_one_for_the_same_order_and_minus_one_for_the_opposite():
-    assert ranking.taus([[1.0, 2.0, 3.0]], [[10.0, 20.0, 31.0], [3.0, 2.0, 1.0]]) == [1.0, -1.0]
 
 
 def test_docs_define_every_key_of_a_row(tmp_path):

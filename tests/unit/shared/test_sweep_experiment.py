@@ -16,7 +16,7 @@ from serve_app.cluster import load_cluster
 from tokenyard.rl.routing.trial import RoutingTrialConfig
 from tokenyard.routing.scenario import RewardWeights, load_scenario
 from tune_configs import routing
-from tune_configs.experiment import load_experiment, load_experiments, stop_at_budget
+from tune_configs.experiment import load_experiments, stop_at_budget
 from tune_configs.routing import ABLATIONS, reward_names, reward_weights
 from tune_configs.schedulers import parzen_estimator
 from tune_configs.sweep import open_chain
@@ -71,7 +71,7 @@ def test_a_negative_seed_is_refused(tmp_path):
 def test_what_is_swept_by_default_is_one_experiment_of_each_problem_that_is_served(size):
     chain = load_experiments(f"default:{size}")
     assert [one.problem.name for one in chain] == ["routing", "allocation"]
-    assert chain[0] == load_experiment(f"routing:{size}")
+    assert chain[0] == load_experiments(f"routing:{size}")[0]
 
 
 def test_a_chain_of_two_experiments_of_one_problem_is_refused(monkeypatch):
@@ -83,7 +83,7 @@ def test_a_chain_of_two_experiments_of_one_problem_is_refused(monkeypatch):
 @pytest.mark.parametrize("reference", ["routing", "routing:", ":default", ""])
 def test_a_reference_that_is_not_module_and_function_is_refused(reference):
     with pytest.raises(ValueError, match="MODULE:FUNCTION"):
-        load_experiment(reference)
+        load_experiments(reference)
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,11 @@ def test_a_reference_that_is_not_module_and_function_is_refused(reference):
         ("no_such_module:default", "no module"),
         ("routing:no_such_function", "no experiment function"),
         ("routing:reward_names", "returns tuple"),
-        ("default:smoke", "chain of 2 experiments"),
     ],
 )
 def test_a_reference_to_something_else_says_what_is_wrong(reference, reason):
     with pytest.raises(ValueError, match=reason):
-        load_experiment(reference)
+        load_experiments(reference)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_a_reference_to_something_else_says_what_is_wrong(reference, reason):
     ],
 )  # fmt: skip
 def test_every_trial_of_every_routing_experiment_is_one_the_trainer_accepts(name):
-    experiment = load_experiment(f"routing:{name}")
+    experiment = load_experiments(f"routing:{name}")[0]
     for trial in experiment.designed_trials(3):
         config = RoutingTrialConfig.model_validate(routing.trainer_config(trial))
         assert config.seed == trial["seed"]
@@ -185,7 +184,7 @@ def test_unknown_reward_weights_are_refused_with_the_list():
 
 def test_a_trial_is_refused_that_no_node_or_too_few_nodes_can_hold():
     spread = {"num_env_runners": 2, "cpus_per_actor": 1, "placement": "STRICT_SPREAD"}
-    experiment = load_experiment("routing:smoke").fitted(spread)
+    experiment = load_experiments("routing:smoke")[0].fitted(spread)
     check_resources(experiment, 0, [{"CPU": 1.0}] * 3)
     with pytest.raises(ValueError, match="on each of 3 nodes, the cluster has 2 such nodes"):
         check_resources(experiment, 0, [{"CPU": 2.0}] * 2)
@@ -199,7 +198,7 @@ def test_a_trial_is_refused_that_no_node_or_too_few_nodes_can_hold():
 
 
 def test_a_smaller_budget_gives_every_trial_fewer_steps_and_changes_nothing_else():
-    whole = load_experiment("allocation:two_stages")
+    whole = load_experiments("allocation:learners")[0]
     tenth = whole.fitted({}, budget=0.1)
     for less, full in zip(tenth.trials, whole.trials, strict=True):
         assert less == {**full, "env_steps": full["env_steps"] // 10}
@@ -211,7 +210,7 @@ def test_a_smaller_budget_gives_every_trial_fewer_steps_and_changes_nothing_else
 
 @pytest.mark.parametrize("problem", ["routing", "allocation", "regions"])
 def test_a_smaller_budget_is_that_of_drawn_trials_too_and_halving_goes_by_it(problem):
-    whole = load_experiment(f"{problem}:weights")
+    whole = load_experiments(f"{problem}:weights")[0]
     tenth = whole.fitted({}, budget=0.1)
     budget = whole.space["env_steps"] // 10
     assert tenth.param_space(0) == {**whole.param_space(0), "env_steps": budget}
@@ -227,19 +226,19 @@ def test_a_smaller_budget_is_that_of_drawn_trials_too_and_halving_goes_by_it(pro
 
 def test_what_a_cluster_changes_reaches_every_trial_drawn_or_designed():
     reserved = {"num_env_runners": 3, "cpus_per_actor": 2.0}
-    designed = load_experiment("routing:default").fitted(reserved, 8, -1)
+    designed = load_experiments("routing:default")[0].fitted(reserved, 8, -1)
     assert designed.max_concurrent_trials == 8
     assert designed.max_failures == -1
     for trial in designed.designed_trials(0):
         request = designed.trainable.default_resource_request(trial)
         assert request.bundles == [{"CPU": 2.0}] * 4
-    drawn = load_experiment("routing:weights").fitted({"placement": "SPREAD"})
+    drawn = load_experiments("routing:weights")[0].fitted({"placement": "SPREAD"})
     assert drawn.param_space(0)["placement"] == "SPREAD"
-    assert drawn.max_failures == load_experiment("routing:weights").max_failures
+    assert drawn.max_failures == load_experiments("routing:weights")[0].max_failures
 
 
 def test_where_a_trial_runs_does_not_change_what_it_is():
-    trial = dict(load_experiment("routing:smoke").trials[-1])
+    trial = dict(load_experiments("routing:smoke")[0].trials[-1])
     here, there = (
         RoutingTrialConfig.model_validate(routing.trainer_config({**trial, **reserved}))
         for reserved in ({}, {"cpus_per_actor": 2.0, "placement": "SPREAD"})
@@ -271,7 +270,7 @@ def test_trials_that_went_with_their_node_are_started_again_and_others_are_not()
 
 @pytest.mark.parametrize("module", ["routing", "allocation", "regions"])
 def test_every_trial_says_in_numbers_what_it_learns_from_and_with(module):
-    experiment = load_experiment(f"{module}:default")
+    experiment = load_experiments(f"{module}:default")[0]
     for trial in experiment.trials:
         found = experiment.trainable.hyperparameters(trial)
         assert all(isinstance(value, float | int | str) for value in found.values())

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from ray.tune.schedulers import TrialScheduler
 
-from tune_configs.experiment import load_experiment
+from tune_configs.experiment import load_experiments
 from tune_configs.schedulers import AshaPerAlgorithm
 
 
@@ -50,7 +50,7 @@ def test_a_restored_scheduler_still_knows_who_was_good(tmp_path):
 
 @pytest.mark.parametrize("problem", ["routing", "allocation", "regions"])
 def test_weights_that_are_drawn_are_numbers_that_the_trial_is_rewarded_by(problem):
-    experiment = load_experiment(f"{problem}:weights")
+    experiment = load_experiments(f"{problem}:weights")[0]
     searcher = experiment.searcher(0)
     searcher.set_search_properties("score", "max", experiment.param_space(0))
     for number in range(3):

@@ -45,7 +45,6 @@ def test_a_trace_of_ones_own_becomes_a_workload_for_scenarios(own, tmp_path, cap
         ({"out": "mine.json", "dt_s": 0.0}, "a step of 0 s must be positive"),
         ({"out": "mine.json", "dt_s": float("nan")}, "a step of nan s must be positive"),
         ({"out": "mine.json", "train_fraction": 0.0001}, "0 requests at one instant"),
-        ({"out": None, "trace": None, "report": True, "streams": 0}, "--streams 0 must be"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused_in_one_sentence(own, tmp_path, fields, reason):

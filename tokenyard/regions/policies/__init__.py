@@ -87,7 +87,7 @@ def _as_tuned(recipe: TunableRule) -> Callable[[ActivationRule], RegionPolicy]:
 REGION_BASELINES: dict[str, Callable[[ActivationRule], RegionPolicy]] = {
     name: _as_tuned(recipe) for name, recipe in RECIPES.items()
 }
-"""Every rule by name, with its knobs as they were tuned (docs/results/torta.md)."""
+"""Every rule by name, with its knobs as they were tuned (docs/results/regions.md)."""
 BEST_RULE = "prox_ot_forecast_live_cost"
 """What ships: no learned policy has beaten it."""
 

@@ -35,7 +35,7 @@ class Knobs:
 
 
 COST_KNOBS = Knobs(0.3, 0.05, LiveCost(debt_s=2.4, service=0.39, use=0.43, usd_s=6400.0, late=1.8))
-"""Of plans whose tasks go by cost (docs/results/torta.md)."""
+"""Of plans whose tasks go by cost (docs/results/regions.md)."""
 
 
 def paper_cost(state: RegionState) -> FloatArray:

@@ -61,7 +61,7 @@ class VllmCacheAware(SglangCacheAware):
     Ties go to the first; same defaults.
 
     Source: picks of vllm-router 0.1.17, whose tree names all replicas of a prefix where the stored
-    src/policies/cache_aware.rs (16917f4) still named one: docs/results/rival-parity.md.
+    src/policies/cache_aware.rs (16917f4) still named one: docs/results/fidelity.md.
     """
 
     def holder(self, longest: Sequence[int], snapshots: Sequence[ReplicaSnapshot]) -> int:
@@ -82,7 +82,7 @@ class SmgSpill(_Thresholds):
 
     Source: smg-project/smg, model_gateway/src/policies/{cache_aware,least_load}.rs (04def28),
     defaults of smg 1.13.0; the cap, two standard deviations of a Poisson count, is newer than the
-    stored source and comes from picks of the binary: docs/results/rival-parity.md.
+    stored source and comes from picks of the binary: docs/results/fidelity.md.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class DynamoCost(LeastCost):
     follows KV events, and there are no host or disk tiers. Where prompts are not counted (a list of
     snapshots, as of `/v1/route` and of a decision log), decode blocks are those in KV memory with
     the prompt's: they have outputs in them and lack what waits. How often Dynamo's router decides
-    the same is in docs/results/dynosim.md.
+    the same is in docs/results/fidelity.md.
 
     Source: ai-dynamo/dynamo, lib/kv-router/src/scheduling/selector.rs (01690d4), and
     `KvRouterConfig` of ai-dynamo-runtime 1.6.1.

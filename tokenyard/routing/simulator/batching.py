@@ -358,28 +358,6 @@ class BatchingSim:
         kernel.drain(self.arrays, self.rewards)
         return self.rewards
 
-    def run_given(self, servers: IntArray) -> FloatArray:
-        """Run all streams to the end with decisions that are given.
-
-        Args:
-            servers: Replica of each request, as often as it is placed, shape (num_copies,
-                stream_length).
-
-        Returns:
-            Reward earned from each decision to the next, of the same shape.
-
-        Raises:
-            ValueError: The decisions have another shape, or one names no replica.
-        """
-        shape, num = self.arrays.outcomes.shape[:2], self.scenario.num_servers
-        if servers.shape != shape:
-            raise ValueError(f"decisions of shape {servers.shape} given; give {shape}")
-        if servers.min() < 0 or servers.max() >= num:
-            raise ValueError(f"a decision names no replica; choose 0..{num - 1}")
-        rewards = np.empty(shape)
-        kernel.run_given(self.arrays, servers, rewards)
-        return rewards
-
     def run_linear(
         self, weights: FloatArray, mean_total_tokens: float, order: FloatArray = FIRST_COME
     ) -> None:

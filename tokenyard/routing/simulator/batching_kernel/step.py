@@ -27,7 +27,7 @@ from tokenyard.routing.simulator.batching_kernel.layout import replica_of
 from tokenyard.routing.simulator.batching_kernel.lookahead import copied, look_ahead, play_out
 from tokenyard.routing.simulator.batching_kernel.queue import waiting_at
 from tokenyard.routing.simulator.batching_kernel.sequences import router_acknowledge
-from tokenyard.routing.simulator.batching_kernel.view import fill_match, fill_table
+from tokenyard.routing.simulator.batching_kernel.view import fill_table
 
 
 @compiled
@@ -234,31 +234,6 @@ def drain(fleet, rewards):
         for server in range(fleet.replica_params.shape[1]):
             advance(replica_of(fleet, copy, server), math.inf)
         rewards[copy] = _collect(fleet, copy)
-
-
-@compiled
-def run_given(fleet, servers, rewards):
-    """Run every copy's whole stream with given decisions, from empty to drained.
-
-    Args:
-        fleet: All arrays.
-        servers: Replica of each request, as often as it is placed, shape (C, R).
-        rewards: Filled, shape (C, R): what is earned from each decision to the next.
-    """
-    rewards[:] = 0.0
-    for copy in range(fleet.state.shape[0]):
-        clear(fleet, copy)
-        index = int(fleet.clock[copy, lay.CURRENT])
-        while index >= 0:
-            server = servers[copy, index]
-            fill_match(fleet, copy, server)
-            rewards[copy, index] += place(fleet, copy, server, LAST)
-            find_decision(fleet, copy)
-            rewards[copy, index] += _collect(fleet, copy)
-            index = int(fleet.clock[copy, lay.CURRENT])
-        for server in range(fleet.replica_params.shape[1]):
-            advance(replica_of(fleet, copy, server), math.inf)
-        rewards[copy, -1] += _collect(fleet, copy)
 
 
 @compiled
