@@ -29,8 +29,8 @@ from tokenyard.problem import Row
 from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.artifact import DEFAULT_RULE, resolve_champion, rule_for
 from tokenyard.routing.gate import RECORDED, Runner, rule_runs
-from tokenyard.routing.policies import base_of
 from tokenyard.routing.policies.order import IN_ORDER
+from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.policies.tuned import find_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.rule_replay import Replay
@@ -79,7 +79,7 @@ def best_rules(scenario: str) -> list[str]:
     if tuned is None:
         return [DEFAULT_RULE]
     orders = tuned.order_scores
-    sees_all = [name for name in orders if base_of(name) == IN_ORDER]
+    sees_all = [name for name in orders if RuleName.parse(name).base == IN_ORDER]
     orders_seen = [name for name in orders if name not in sees_all]
     scores = tuned.scores | orders
     best = [

@@ -27,7 +27,7 @@ from tokenyard.figures import colours, new_axes, new_figure, save_figures, words
 from tokenyard.problem import Row
 from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.gate import rule_runs
-from tokenyard.routing.policies import base_of
+from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.policies.tuned import find_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import load_scenario
@@ -60,7 +60,7 @@ def best_placements(scenario: str, count: int) -> list[str]:
     scores = tuned.scores | tuned.order_scores
     best: dict[str, str] = {}
     for name in sorted(scores, key=scores.__getitem__, reverse=True):
-        best.setdefault(base_of(name).removeprefix("tuned_"), name)
+        best.setdefault(RuleName.parse(name).base.removeprefix("tuned_"), name)
     return list(best.values())[:count]
 
 

@@ -68,6 +68,7 @@ from tokenyard.rl.routing.training import (
 )
 from tokenyard.rl.training import RllibTraining
 from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.policies.rule_name import Term
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.search import linear_weights
 from tokenyard.routing.simulator import Decide
@@ -215,7 +216,7 @@ def plain(copies: int) -> Recipe:
 def _router(
     args: Args, source: StreamSource, algorithm: str, implementation: Any, recipe: Recipe, name: str
 ) -> Contestant:
-    rule = linear_weights(source.scenario, TUNED_DELAY) or MARGINAL_DELAY
+    rule = linear_weights(source.scenario, Term(TUNED_DELAY)) or MARGINAL_DELAY
     config = build_config(
         algorithm,
         recipe.for_slo(source.scenario.slo_response_s),
@@ -463,7 +464,7 @@ def baseline_response_s(source: StreamSource, num_streams: int) -> float:
     It is shortest expected delay, or tuned marginal delay on a fleet.
     """
     scenario = source.scenario
-    weights = np.array(linear_weights(scenario, TUNED_DELAY) or MARGINAL_DELAY)
+    weights = np.array(linear_weights(scenario, Term(TUNED_DELAY)) or MARGINAL_DELAY)
     streams = synthetic_streams(source, num_streams, 0, "validation")
     size_tokens = source.mean_total_tokens
     return _mean_response_s(source, streams, lambda sim: sim.run_linear(weights, size_tokens))

@@ -23,7 +23,7 @@ from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.gate import MOST_LOAD
 from tokenyard.routing.own_traffic import Found, OwnTraffic
-from tokenyard.routing.policies.order import BETWEEN
+from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.workload.trace_options import TraceOptions
 
 
@@ -95,9 +95,9 @@ def beside_default(found: Found) -> str:
         told = (
             f"the default, {DEFAULT_RULE}, is {worth}: mean {gain:+.1f} % [{low:+.1f}, {high:+.1f}]"
         )
-    if BETWEEN in name:
+    if RuleName.parse(name).order is not None:
         told += (
-            f"; what follows {BETWEEN} says which waiting request is next: it does nothing at "
+            "; what follows + says which waiting request is next: it does nothing at "
             "endpoints without `order: priority`, unless the gateway holds requests back"
         )
     return told

@@ -28,19 +28,12 @@ from tokenyard.routing.metadata import LengthPredictor
 from tokenyard.routing.policies import (
     BASELINES,
     PolicyContext,
-    base_of,
     draws,
     is_placement,
     make_policy,
 )
-from tokenyard.routing.policies.order import (
-    BETWEEN,
-    ORDERS,
-    Order,
-    Ordered,
-    is_order,
-    order_of,
-)
+from tokenyard.routing.policies.order import ORDERS, Order, Ordered, is_order, order_of
+from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.types import RoutingPolicy
 from tokenyard.workload.features import FEATURE_NAMES
@@ -77,7 +70,7 @@ class LoadedPolicy:
     @property
     def draws(self) -> bool:
         """Whether the policy's own choice is random."""
-        placement = self.card.name.partition(BETWEEN)[0]
+        placement = str(RuleName.parse(self.card.name).placement)
         return self.card.kind == "baseline" and placement in RANDOMISED
 
     def predicted_total_tokens(self, context_tokens: int) -> float:
@@ -110,11 +103,12 @@ def resolve_policy(
             broken (ArtifactError).
     """
     scenario = load_scenario(scenario_name)
-    placement, between, order = policy.rpartition(BETWEEN)
-    if between and not policy.endswith(".npz") and not is_placement(placement):
-        _order(order, scenario)  # What is wrong with it must show before anything is looked for.
-        loaded = resolve_policy(placement, scenario_name, registry_uri, stand_in)
-        return in_order(loaded, order, scenario)
+    rule = RuleName.parse(policy)
+    is_known = is_placement(rule.placement)
+    if rule.order is not None and not policy.endswith(".npz") and not is_known:
+        _order(rule.order, scenario)  # Its faults must show before anything is looked for.
+        loaded = resolve_policy(str(rule.placement), scenario_name, registry_uri, stand_in)
+        return in_order(loaded, rule.order, scenario)
     try:
         if policy in (CHAMPION, CANDIDATE):
             return _registered_or_shipped(policy, scenario, registry_uri, stand_in is not None)
@@ -125,11 +119,11 @@ def resolve_policy(
         if stand_in is None:
             raise
         return _in_place_of(str(error), from_baseline(stand_in, scenario))
-    if not is_placement(placement or policy):
+    if not is_known:
         hint = former_names.hint(policy, former_names.RULES)
         raise ValueError(
             f"unknown policy {policy!r}; give champion, candidate, a policy file (.npz) or one of "
-            f"{sorted(BASELINES)}, and {BETWEEN} and one of {sorted(ORDERS)} behind it if its "
+            f"{sorted(BASELINES)}, and + and one of {sorted(ORDERS)} behind it if its "
             f"requests are to wait in an order{hint}"
         )
     return from_baseline(policy, scenario)
@@ -257,52 +251,52 @@ def from_baseline(name: str, scenario: Scenario) -> LoadedPolicy:
         scenario=scenario.name,
         sha256=_hash_of(name, scenario),
         source="built in",
-        num_replicas=scenario.num_servers if base_of(name) in TUNED else None,
+        num_replicas=scenario.num_servers if RuleName.parse(name).base in TUNED else None,
         output_length="none" if predictor is None else "by_context",
         slo_response_s=scenario.slo_response_s,
     )
     return LoadedPolicy(card, make, predictor)
 
 
-def in_order(loaded: LoadedPolicy, order: str, scenario: Scenario) -> LoadedPolicy:
+def in_order(loaded: LoadedPolicy, order: Term, scenario: Scenario) -> LoadedPolicy:
     """Serve what `champion` or a file means with its requests waiting in an order.
 
     Args:
         loaded: Says where they go; a rule's own order gives way.
-        order: `ORDER`, `ORDER@KNOB` or `ORDER@KNOB:SET_BACK`, without what stands before it.
+        order: Its name, with knobs of its own or without.
         scenario: Whose tuned knobs count where none is given.
     """
     card = loaded.card
     if card.startup_fallback is not None:
         return loaded
     if loaded.artifact is None:
-        rule = from_baseline(card.name.partition(BETWEEN)[0] + BETWEEN + order, scenario)
+        rule = from_baseline(str(RuleName.parse(card.name).ordered(order)), scenario)
         told = {"source": f"the rule {rule.card.name}", "registry_error": card.registry_error}
         return replace(rule, card=rule.card.model_copy(update=told))
-    name = card.name + BETWEEN + order
+    name = str(RuleName(Term(card.name), order))
     digest = hashlib.sha256(f"{card.sha256}\n{order}".encode()).hexdigest()[:12]
     ordered = card.model_copy(update={"name": name, "sha256": digest})
     return replace(loaded, card=ordered, make=partial(_make_in_order, loaded.make, order, scenario))
 
 
-def order_in(name: str) -> str:
-    """Return the order in the name of a policy that was loaded; empty: it has none."""
-    order = name.rpartition(BETWEEN)[2]
-    return order if BETWEEN in name and is_order(order) else ""
+def order_in(name: str) -> Term | None:
+    """Return the order in the name of a policy that was loaded; None: it has none."""
+    order = RuleName.parse(name).order
+    return order if is_order(order) else None
 
 
 def _make_in_order(
     make: Callable[[np.random.Generator], RoutingPolicy],
-    order: str,
+    order: Term,
     scenario: Scenario,
     rng: np.random.Generator,
 ) -> Ordered:
     return Ordered(make(rng), _order(order, scenario))
 
 
-def _order(order: str, scenario: Scenario) -> Order:
+def _order(order: Term, scenario: Scenario) -> Order:
     """Make an order that stands behind a trained policy, as it was tuned behind the champion."""
-    return order_of(CHAMPION + BETWEEN + order, _context(scenario, np.random.default_rng(0)))
+    return order_of(RuleName(Term(CHAMPION), order), _context(scenario, np.random.default_rng(0)))
 
 
 def _in_place_of(reason: str, loaded: LoadedPolicy) -> LoadedPolicy:

@@ -34,7 +34,7 @@ from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
 from serve_app.watched_file import identity_of
 from tokenyard.config import FrozenModel
 from tokenyard.routing.artifact import PolicyArtifact
-from tokenyard.routing.policies.order import BETWEEN
+from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.scenario import load_scenario
 
 STATE_FILE = "gateway-state.json"
@@ -120,9 +120,9 @@ class StoredPolicy(FrozenModel):
         data = base64.b64decode(self.artifact, validate=True)
         artifact = PolicyArtifact.decoded(data, f"{card.name} in the state file")
         known, order = load_scenario(scenario), order_in(card.name)
-        name = card.name.removesuffix(BETWEEN + order) if order else card.name
+        name = card.name if order is None else str(RuleName.parse(card.name).ordered(None))
         loaded = from_artifact(name, artifact, card.source, known)
-        if order:
+        if order is not None:
             loaded = in_order(loaded, order, known)
         told = loaded.card.model_copy(update={"mlflow_run": card.mlflow_run})
         return LoadedPolicy(told, loaded.make, loaded.predictor, artifact)

@@ -23,11 +23,12 @@ from tokenyard.routing import log_replay as replay
 from tokenyard.routing.artifact import KINDS, PolicyArtifact
 from tokenyard.routing.decision_log import LoggedDecision, fleet_of, windows_of
 from tokenyard.routing.observation import snapshot_columns
-from tokenyard.routing.policies import base_of, is_rule
+from tokenyard.routing.policies import is_rule
 from tokenyard.routing.policies.delay import finish_s
 from tokenyard.routing.policies.learned import order_weights
 from tokenyard.routing.policies.places import QueuePlaces, order_keys_s
 from tokenyard.routing.policies.public import Needs, needs_of
+from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.scores.linear import marginal_scores
@@ -203,7 +204,7 @@ def served_rule(decisions: Sequence[LoggedDecision]) -> str | None:
     rule = served_policy(decisions).rpartition("@")[0]
     if not is_rule(rule):
         return None
-    if needs_of(base_of(rule)) == Needs.PREFIX_CACHE:
+    if needs_of(RuleName.parse(rule).base) == Needs.PREFIX_CACHE:
         raise ValueError(
             f"the rule {rule}, which goes by prefixes, served the log: that holds no prompts, so "
             "there is nothing to compare a candidate with"

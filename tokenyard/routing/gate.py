@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from tokenyard.evaluation import compare
 from tokenyard.problem import Row
 from tokenyard.routing.artifact import DEFAULT_RULE, rule_for
-from tokenyard.routing.policies import base_of
 from tokenyard.routing.policies.order import IN_ORDER
+from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.policies.tuned import find_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import UNPAID, Scenario
@@ -131,7 +131,7 @@ def rivals(scenario: Scenario) -> list[str]:
     """
     tuned = find_tuned(scenario.name)
     orders = () if tuned is None else tuned.order_scores
-    in_order = [name for name in orders if base_of(name) == IN_ORDER]
+    in_order = [name for name in orders if RuleName.parse(name).base == IN_ORDER]
     compiled = server_model(scenario).compiled_rules
     return list(dict.fromkeys((rule_for(scenario.name), *in_order, DEFAULT_RULE, *compiled)))
 

@@ -22,7 +22,8 @@ import numpy as np
 from tokenyard.problem import Row
 from tokenyard.routing.artifact import KINDS, PolicyArtifact
 from tokenyard.routing.drawn_clusters import draw_wide
-from tokenyard.routing.policies.order import AND, BETWEEN, IN_ORDER, KNOB
+from tokenyard.routing.policies.order import IN_ORDER
+from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.policies.tuned import FleetRules
 from tokenyard.routing.rule_replay import Replay
 from tokenyard.routing.scenario import Scenario
@@ -110,8 +111,8 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
 
 def _own_streams(which: str, rng: np.random.Generator) -> tuple[int, np.random.Generator, float]:
     """Number, generator and load factor of streams of one's own, by what follows `TUNED`."""
-    number, _, factor = which.partition(KNOB)
-    return int(number.removeprefix(AND) or 1), rng, float(factor or 1.0)
+    number, _, factor = which.partition("@")
+    return int(number.removeprefix(":") or 1), rng, float(factor or 1.0)
 
 
 def compared(ours: FloatArray, theirs: FloatArray) -> Row:
@@ -216,14 +217,14 @@ def law_policy(name: str, scenario: Scenario) -> Decide | None:
     """
     if name.endswith(".npz"):
         return _of_file(_artifact(name), scenario)
-    placement, between, order = name.partition(BETWEEN)
-    weights = order_weights_of(order) if between else FIRST_COME
-    if placement == "marginal_delay":
+    placement, order = RuleName.parse(name)
+    weights = FIRST_COME if order is None else order_weights_of(order)
+    if str(placement) == "marginal_delay":
         return partial(_hand_rule, server_model(scenario), weights)
-    if placement == IN_ORDER:
+    if str(placement) == IN_ORDER:
         return partial(server_model(scenario).run_in_order(FleetRules()), order=weights)
     raise ValueError(
-        f"the law judges marginal_delay, {IN_ORDER} or a policy file (.npz), not {placement!r}"
+        f"the law judges marginal_delay, {IN_ORDER} or a policy file (.npz), not {str(placement)!r}"
     )
 
 

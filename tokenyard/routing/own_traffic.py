@@ -32,7 +32,7 @@ from tokenyard.routing.artifact import DEFAULT_RULE, PolicyArtifact, lineage_of
 from tokenyard.routing.choice import CHANGE, LOSSES, Judge, choose
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.gate import MOST_LOAD, load_factors, loses, tail_is_longer
-from tokenyard.routing.policies.order import BETWEEN
+from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.rule_replay import Replay
 from tokenyard.routing.scenario import Scenario
@@ -192,15 +192,16 @@ class OwnTraffic:
 
     def _searches(self, rule: str) -> Iterator[Choice]:
         """Searches that go on from a rule and its order, one objective after another."""
-        placement, between, order = rule.partition(BETWEEN)
-        if linear_weights(self.scenario, placement) is None:
+        name = RuleName.parse(rule)
+        if linear_weights(self.scenario, name.placement) is None:
             placement, *_ = server_model(self.scenario).linear_placements(None)
+            name = RuleName(Term.parse(placement), name.order)
         config = SearchConfig(
             requests_per_stream=_REQUESTS,
             num_generations=_GENERATIONS,
             randomisation=Randomisation(load_factor=(min(self._factors), max(self._factors))),
         )
-        config = started_at(self.scenario, placement + between + order, config)
+        config = started_at(self.scenario, str(name), config)
         for number, objective in enumerate(_SEARCHED):
             if not self._left():
                 return

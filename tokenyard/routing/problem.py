@@ -26,7 +26,8 @@ from tokenyard.routing.artifact import (
 )
 from tokenyard.routing.bounds import BOUNDS
 from tokenyard.routing.policies import BASELINES, PolicyContext, is_rule, make_policy, rows_for
-from tokenyard.routing.policies.order import BETWEEN, ORDERS, Ordered, is_order, order_of
+from tokenyard.routing.policies.order import ORDERS, Ordered, is_order, order_of
+from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.policy_file import SUFFIX, PolicyOfFile
 from tokenyard.routing.scenario import UNPAID, Scenario, load_scenario, scenario_names
 from tokenyard.routing.simulator.run import Run, run_compiled, run_each, run_policy
@@ -93,10 +94,10 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
             # One request is enough to be refused, where the bound does not exist for the servers.
             BOUNDS[name](scenario, StreamSource(scenario).sample(1, np.random.default_rng(0)), 0)
             return Candidate(name, "bound, no policy", partial(_run_bound, name))
-        placement, _, order = name.partition(BETWEEN)
-        if placement == CHAMPION and is_order(order):
-            order_of(name, _context(scenario, np.random.default_rng(0)))
-            return _champion_in_order(name, scenario, registry)
+        rule = RuleName.parse(name)
+        if str(rule.placement) == CHAMPION and is_order(rule.order):
+            order_of(rule, _context(scenario, np.random.default_rng(0)))
+            return _champion_in_order(rule, scenario, registry)
         if name == CHAMPION:
             return _champion(scenario, registry)
         if name.endswith(".npz"):
@@ -108,10 +109,10 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
             PolicyOfFile(path)
             return Candidate(path.stem, f"the rule of {path}", partial(_run_file, path))
         known = [*BASELINES, CHAMPION, *BOUNDS]
-        hint = former_names.hint(placement, former_names.RULES)
+        hint = former_names.hint(rule.base, former_names.RULES)
         raise ValueError(
             f"unknown policy {name!r}; give a policy file (.npz or .py) or one of {known}; "
-            f"{BETWEEN} and one of {sorted(ORDERS)} may follow a rule or champion{hint}"
+            f"+ and one of {sorted(ORDERS)} may follow a rule or champion{hint}"
         )
 
     def trained(self, artifact: PolicyArtifact) -> Runner[Scenario, StreamSet, Run]:
@@ -267,19 +268,19 @@ def _run_rule(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> l
 
 
 def _champion_in_order(
-    name: str, scenario: Scenario, registry: RegistryLookup | None
+    name: RuleName, scenario: Scenario, registry: RegistryLookup | None
 ) -> Candidate[Scenario, StreamSet, Run]:
     """The champion's placement in another order."""
     try:
         artifact, words = _found(scenario, registry=registry)
     except NoChampionError:
-        rule = rule_for(scenario.name).partition(BETWEEN)[0] + BETWEEN + name.partition(BETWEEN)[2]
-        return Candidate(name, f"the rule {rule}", partial(_run_rule, rule), rule)
-    return Candidate(name, words, partial(_run_in_order, name, artifact))
+        rule = str(RuleName.parse(rule_for(scenario.name)).ordered(name.order))
+        return Candidate(str(name), f"the rule {rule}", partial(_run_rule, rule), rule)
+    return Candidate(str(name), words, partial(_run_in_order, name, artifact))
 
 
 def _run_in_order(
-    name: str, artifact: PolicyArtifact, scenario: Scenario, streams: StreamSet, seed: int
+    name: RuleName, artifact: PolicyArtifact, scenario: Scenario, streams: StreamSet, seed: int
 ) -> list[Run]:
     def factory(rng: np.random.Generator) -> RoutingPolicy:
         return Ordered(_made(artifact, scenario), order_of(name, _context(scenario, rng)))

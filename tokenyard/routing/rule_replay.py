@@ -12,7 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from tokenyard.routing.policies.order import BETWEEN, KNOB, ORDERS
+from tokenyard.routing.policies.order import ORDERS
+from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.simulator import Decide, Simulator, make_simulator
 from tokenyard.routing.simulator.batching_streams import Stream
@@ -84,12 +85,11 @@ class Replay:
                     found[name] = self._score(name, few, by)
             return sorted(found, key=found.__getitem__, reverse=True)[:most]
 
-        defaults = tuple(f"{name}{KNOB}{order.default:g}" for name, order in ORDERS.items())
-        leading = best(
-            (one for one in self._variants if BETWEEN not in one or one.endswith(defaults)), 4
-        )
-        placements = {name.partition(BETWEEN)[0] for name in leading}
-        all_knobs = [name for name in self._variants if name.partition(BETWEEN)[0] in placements]
+        defaults = {None, *(Term.of(name, order.default) for name, order in ORDERS.items())}
+        parsed = {name: RuleName.parse(name) for name in self._variants}
+        leading = best((name for name, rule in parsed.items() if rule.order in defaults), 4)
+        placements = {parsed[name].placement for name in leading}
+        all_knobs = [name for name, rule in parsed.items() if rule.placement in placements]
         return best([*all_knobs, *self._tuned], most)
 
     @cached_property

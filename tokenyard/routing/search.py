@@ -24,7 +24,8 @@ from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.routing.artifact import PolicyArtifact, length_predictor, resolve_champion
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.metadata import ArtifactMetadata
-from tokenyard.routing.policies.order import BETWEEN, IN_ORDER, KNOB, parameters_of
+from tokenyard.routing.policies.order import IN_ORDER
+from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.policies.tuned import FleetRules, find_tuned
 from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.scores.order import FIRST_COME, NUM_ORDER_WEIGHTS
@@ -123,9 +124,9 @@ def best_start(scenario: Scenario, orders: bool = True) -> str:
     tuned = find_tuned(scenario.name)
 
     def can_be(name: str) -> bool:
-        placement, _, order = name.partition(BETWEEN)
-        known = order.partition(KNOB)[0] in ("", *ORDER_WEIGHTS)
-        return known and linear_weights(scenario, placement) is not None
+        rule = RuleName.parse(name)
+        is_known = rule.order is None or rule.order.base in ORDER_WEIGHTS
+        return is_known and linear_weights(scenario, rule.placement) is not None
 
     first, *_ = server_model(scenario).linear_placements(tuned)
     if tuned is None:
@@ -165,12 +166,12 @@ def started_at(
     Raises:
         ValueError: The linear policy cannot be that placement, or the order is unknown.
     """
-    placement, _, order = rule.partition(BETWEEN)
+    placement, order = RuleName.parse(rule)
     servers = server_model(scenario)
     weights = linear_weights(scenario, placement, knobs)
     if weights is None:
         known = sorted((*servers.linear_placements(find_tuned(scenario.name)), IN_ORDER))
-        raise ValueError(f"a search cannot begin at {placement!r}; give one of {known}")
+        raise ValueError(f"a search cannot begin at {str(placement)!r}; give one of {known}")
     return replace(
         config,
         start=(*weights, *(0.0,) * servers.num_slo_weights),
@@ -179,7 +180,7 @@ def started_at(
 
 
 def linear_weights(
-    scenario: Scenario, placement: str, knobs: Mapping[str, float] | None = None
+    scenario: Scenario, placement: Term, knobs: Mapping[str, float] | None = None
 ) -> tuple[float, ...] | None:
     """Weights with which the linear policy is a placement; None: it cannot be that one.
 
@@ -189,12 +190,12 @@ def linear_weights(
         knobs: Of the placement that knows the order, where its name has none.
     """
     servers = server_model(scenario)
-    if placement.partition(KNOB)[0] == IN_ORDER:
+    if placement.base == IN_ORDER:
         return in_order_rules(placement, knobs or {}).in_order_weights
-    if placement.startswith(f"{DELAY}{KNOB}"):
-        wait, others = parameters_of(placement)
+    if placement.base == DELAY and placement.numbers:
+        wait, others = placement.values()
         return FleetRules(wait_weight=wait, others_weight=others).marginal_weights
-    return servers.linear_placements(find_tuned(scenario.name)).get(placement)
+    return servers.linear_placements(find_tuned(scenario.name)).get(str(placement))
 
 
 class PolicySearch(CrossEntropy):

@@ -17,16 +17,7 @@ from tokenyard.routing.evaluation import per_stream
 from tokenyard.routing.gate import FULL_LOAD, load_factors
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.policies.delay import SedDump, SedReserve
-from tokenyard.routing.policies.order import (
-    AND,
-    BETWEEN,
-    IN_ORDER,
-    KNOB,
-    ORDERS,
-    SET_BACK,
-    SET_BACKS,
-    OrderRule,
-)
+from tokenyard.routing.policies.order import IN_ORDER, ORDERS, SET_BACK, SET_BACKS, OrderRule
 from tokenyard.routing.policies.public import (
     ALWAYS_TUNED,
     PUBLIC_RULES,
@@ -34,6 +25,7 @@ from tokenyard.routing.policies.public import (
     Needs,
     grid_of,
 )
+from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.policies.size_interval import SizeIntervals
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules, TunedRules
 from tokenyard.routing.scenario import UNPAID, Scenario
@@ -141,7 +133,7 @@ def tune_loads(scenario: Scenario, rules: TunedRules, num_streams: int, seed: in
     def scores_at(part: str, names: Sequence[str]) -> dict[str, FloatArray]:
         return {name: _scores(scenario, streams[part], name, rules) for name in names}
 
-    placements = [name.partition(BETWEEN)[0] for name in rules.order_scores]
+    placements = [str(RuleName.parse(name).placement) for name in rules.order_scores]
     known = [name for name in placements if name != IN_ORDER] + list(rules.order_scores)
     own = scores_at(FULL_LOAD, list(dict.fromkeys(known)))
     best, *_ = not_beaten(own)
@@ -173,26 +165,26 @@ def with_other_weights(name: str, rules: TunedRules) -> list[str]:
 
     Empty where the placement has no weights of delays.
     """
-    placement, _, order = name.partition(BETWEEN)
+    placement, order = RuleName.parse(name)
     knobs = rules.orders.get(name, {})
-    weights = {
-        DELAY: FleetRules(), TUNED_DELAY: rules.fleet, IN_ORDER: in_order_rules(IN_ORDER, knobs)
-    }.get(placement)  # fmt: skip
+    in_order = in_order_rules(Term(IN_ORDER), knobs)
+    known = {DELAY: FleetRules(), TUNED_DELAY: rules.fleet, IN_ORDER: in_order}
+    weights = known.get(str(placement))
     if weights is None:
         return []
-    behind = ""
-    if order:
-        knob, set_back = ORDERS[order].knob, knobs[SET_BACK]
-        behind = f"{BETWEEN}{order}{KNOB}{knobs[knob]:g}"
-        behind += f"{AND}{set_back:g}" if set_back and knob != SET_BACK else ""
+    if order is not None:
+        knob, set_back = ORDERS[order.base].knob, knobs[SET_BACK]
+        more = (set_back,) if set_back and knob != SET_BACK else ()
+        order = Term.of(order.base, knobs[knob], *more)
     moved = [
         weights.model_copy(update={field: value})
         for field, grid in FLEET_GRIDS[TUNED_DELAY].items()
         for value in grid
         if value != getattr(weights, field)
     ]
-    stem = (IN_ORDER if placement == IN_ORDER else DELAY) + KNOB
-    return [f"{stem}{one.wait_weight:g}{AND}{one.others_weight:g}{behind}" for one in moved]
+    base = IN_ORDER if placement.base == IN_ORDER else DELAY
+    placements = [Term.of(base, rules.wait_weight, rules.others_weight) for rules in moved]
+    return [str(RuleName(moved_placement, order)) for moved_placement in placements]
 
 
 def _scores(
@@ -385,7 +377,7 @@ class _Search:
             for order in self._servers.orders:
                 if placement == IN_ORDER and ORDERS[order].counts_replicas:
                     continue  # It would count a request once for every replica.
-                name = placement + BETWEEN + order
+                name = str(RuleName(Term(placement), Term(order)))
                 scores[name], knobs[name] = self._tune_order(name, ORDERS[order], rules)
         return rules.model_copy(update={"order_scores": scores, "orders": knobs})
 

@@ -7,6 +7,7 @@ from unit.serve_builders import marginal_artifact
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.policies.order_spec import UNKNOWN, in_words, order_spec
+from tokenyard.routing.policies.rule_name import Term
 from tokenyard.routing.simulator.server_models import order_weights_of
 from tokenyard.routing.types import Decision
 from tokenyard.types import Slo
@@ -44,7 +45,7 @@ def test_orders_that_differ_in_kind_knob_or_set_back_have_different_specs():
 
 def test_a_trained_order_is_that_of_the_rule_with_its_weights():
     for order in ("sjf@20", "wspt@5:2", "boost@4:0.5", "late_last@2"):
-        assert trained(order_weights_of(order)) == spec(f"sed+{order}")
+        assert trained(order_weights_of(Term.parse(order))) == spec(f"sed+{order}")
     assert trained(None) is trained(np.zeros(4)) is spec("sed") is None
     mixed = trained([1.0, 0.0, 4.0, 2.0])
     assert in_words(mixed) == "sjf@1 and boost@4, set back by 2 waits"

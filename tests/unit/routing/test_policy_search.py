@@ -6,6 +6,7 @@ import pytest
 from tokenyard.routing.artifact import learned_policy, rule_for
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.policies.tuned import FleetRules, load_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Arrivals, Server, load_scenario
@@ -157,7 +158,7 @@ def test_a_search_of_a_fleet_has_all_orders_by_size():
 def test_a_search_begins_at_the_rule_that_ships(name):
     scenario = load_scenario(name)
     config = started_at_best_rule(scenario, SMALL)
-    placement, _, order = rule_for(name).partition("+")
+    placement, order = RuleName.parse(rule_for(name))
     assert best_start(scenario) == rule_for(name)
     knobs = load_tuned(name).orders.get(rule_for(name))
     weights = linear_weights(scenario, placement, knobs)
@@ -178,7 +179,7 @@ def test_a_search_begins_at_the_rule_that_is_named():
     config = started_at(own, "marginal_delay@0:3+wspt@60", SMALL)
     weights = FleetRules(wait_weight=0.0, others_weight=3.0).marginal_weights
     assert config.start[: len(weights)] == weights
-    np.testing.assert_allclose(config.order, order_weights_of("wspt@60"))
+    np.testing.assert_allclose(config.order, order_weights_of(Term.of("wspt", 60)))
     assert not any(started_at(own, "marginal_delay", SMALL).order)
     for rule, reason in (
         ("tuned_lmetric+sjf", "a search cannot begin at 'tuned_lmetric'"),

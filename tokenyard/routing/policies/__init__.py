@@ -28,24 +28,15 @@ from tokenyard.routing.policies.delay import (
 )
 from tokenyard.routing.policies.in_order import MarginalInOrder
 from tokenyard.routing.policies.oblivious import Random, RoundRobin, WeightedRandom
-from tokenyard.routing.policies.order import (
-    AND,
-    BETWEEN,
-    IN_ORDER,
-    KNOB,
-    ORDERS,
-    Ordered,
-    is_order,
-    order_of,
-    parameters_of,
-)
+from tokenyard.routing.policies.order import IN_ORDER, ORDERS, Ordered, is_order, order_of
 from tokenyard.routing.policies.public import Needs, draws, is_tuned, needs_of, public_factories
+from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.policies.size_interval import SizeIntervals
 from tokenyard.routing.policies.tuned import find_tuned, load_tuned
 from tokenyard.routing.types import RoutingPolicy
 
 __all__ = [
-    "BASELINES", "Needs", "PolicyContext", "base_of", "draws", "is_placement", "is_rule",
+    "BASELINES", "Needs", "PolicyContext", "draws", "is_placement", "is_rule",
     "load_tuned", "make_policy", "rows_for",
 ]  # fmt: skip
 
@@ -96,30 +87,25 @@ PARAMETERS: dict[str, Callable[..., RoutingPolicy]] = {
     "sed_reserve": lambda context, above_tokens: SedReserve(above_tokens),
     "sed_dump": lambda context, replica: SedDump(context.slo, int(replica), context.num_replicas),
 }
-"""Baselines that may have parameters of one's own, behind `KNOB`: `marginal_delay@0.5:2` has the
+"""Baselines that may have parameters of one's own, behind `@`: `marginal_delay@0.5:2` has the
 weights of the wait and of others' delays, `sed_reserve@1800` tokens, `sed_dump@0` a replica."""
 
 
 def is_rule(name: str) -> bool:
     """Whether a name is that of a baseline, or of one with an order."""
-    placement, between, order = name.partition(BETWEEN)
-    if between:
-        return is_placement(placement) and is_order(order)
-    return is_placement(name) and base_of(name) != IN_ORDER
+    rule = RuleName.parse(name)
+    if rule.order is not None:
+        return is_placement(rule.placement) and is_order(rule.order)
+    return is_placement(rule.placement) and rule.base != IN_ORDER
 
 
-def is_placement(name: str) -> bool:
-    """Whether a name is that of a baseline, or of the placement that exists only with an order.
+def is_placement(placement: Term) -> bool:
+    """Whether it is a baseline, or the placement that exists only with an order.
 
-    Parameters of its own may stand behind `KNOB`.
+    Some of them take parameters.
     """
-    takes = PARAMETERS if KNOB in name else BASELINES
-    return base_of(name) in (*takes, IN_ORDER)
-
-
-def base_of(name: str) -> str:
-    """Name of a rule's placement, without parameters and order."""
-    return name.partition(BETWEEN)[0].partition(KNOB)[0]
+    takes = PARAMETERS if placement.numbers else BASELINES
+    return placement.base in (*takes, IN_ORDER)
 
 
 def make_policy(name: str, context: PolicyContext) -> RoutingPolicy:
@@ -128,39 +114,40 @@ def make_policy(name: str, context: PolicyContext) -> RoutingPolicy:
     Raises:
         ValueError: The name is unknown, or the rule is tuned and its parameters are missing.
     """
-    placement, between, _ = name.partition(BETWEEN)
-    if between:
-        if base_of(placement) == IN_ORDER:
-            return _in_order(name, context)
-        return Ordered(make_policy(placement, context), order_of(name, context))
-    base, given, values = name.partition(KNOB)
-    if given and base in PARAMETERS:
+    rule = RuleName.parse(name)
+    placement = rule.placement
+    if rule.order is not None:
+        if placement.base == IN_ORDER:
+            return _in_order(rule, context)
+        return Ordered(make_policy(str(placement), context), order_of(rule, context))
+    if placement.numbers and placement.base in PARAMETERS:
+        values = placement.values()
         try:
-            return PARAMETERS[base](context, *parameters_of(name))
+            return PARAMETERS[placement.base](context, *values)
         except TypeError:
-            raise ValueError(f"{name!r}: {values!r} are too many parameters, or too few") from None
+            reason = f"{placement.numbers!r} are too many parameters, or too few"
+            raise ValueError(f"{name!r}: {reason}") from None
     if name not in BASELINES:
         hint = former_names.hint(name, former_names.RULES) or did_you_mean(name, BASELINES)
         raise ValueError(f"unknown policy {name!r}; choose one of {sorted(BASELINES)}{hint}")
     return BASELINES[name](context)
 
 
-def _in_order(name: str, context: PolicyContext) -> MarginalInOrder:
-    placement, _, order = name.partition(BETWEEN)
-    kind = order.partition(KNOB)[0]
+def _in_order(rule: RuleName, context: PolicyContext) -> MarginalInOrder:
+    placement, kind = rule.placement, rule.order.base if rule.order else ""
     if kind in ORDERS and ORDERS[kind].counts_replicas:
         raise ValueError(
-            f"{name!r}: {kind} counts a request at the replica that it is sent to, and "
+            f"{str(rule)!r}: {kind} counts a request at the replica that it is sent to, and "
             f"{IN_ORDER} asks about all of them; put another placement before it"
         )
-    if KNOB in placement:
-        wait, others = (*parameters_of(placement), math.nan, math.nan)[:2]
+    if placement.numbers:
+        wait, others = (*placement.values(), math.nan, math.nan)[:2]
         if math.isnan(others):
-            raise ValueError(f"{placement!r} needs two weights: {IN_ORDER}{KNOB}1{AND}0.5")
+            raise ValueError(f"{str(placement)!r} needs two weights: {Term.of(IN_ORDER, 1, 0.5)}")
     else:
-        tuned = context.order_knobs(f"{placement}{BETWEEN}{kind}")
+        tuned = context.order_knobs(str(rule.ordered(Term(kind))))
         wait, others = tuned.get("wait_weight", 1.0), tuned.get("others_weight", 1.0)
-    return MarginalInOrder(order_of(name, context), wait, others)
+    return MarginalInOrder(order_of(rule, context), wait, others)
 
 
 def rows_for(scenario_name: str, has: Needs) -> list[str]:

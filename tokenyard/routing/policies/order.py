@@ -33,6 +33,7 @@ from tokenyard.routing.policies.delay import (
     added_delays,
 )
 from tokenyard.routing.policies.order_spec import BY_SIZE, OrderSpec
+from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.policies.signals import (
     miss_tokens,
     prefill_token_s,
@@ -58,12 +59,6 @@ from tokenyard.routing.types import (
 )
 from tokenyard.types import FloatArray
 
-BETWEEN = "+"
-"""Between the names of a placement and an order."""
-KNOB = "@"
-"""Between the name of an order, or of a placement, and a knob of one's own."""
-AND = ":"
-"""Between several of them."""
 IN_ORDER = "marginal_in_order"
 """Name of the placement that knows the order, and is none without."""
 
@@ -422,59 +417,37 @@ ORDERS: dict[str, OrderRule] = {
 """Name to order."""
 
 
-def is_order(text: str) -> bool:
-    """Whether a text is the name of an order, with or without its knob behind `@`."""
-    return text.partition(KNOB)[0] in ORDERS
+def is_order(order: Term | None) -> bool:
+    """Whether there is an order of that name, with or without knobs of its own."""
+    return order is not None and order.base in ORDERS
 
 
-def order_of(name: str, context: PolicyContext) -> Order:
-    """Make the order of `PLACEMENT+ORDER` afresh, as it was tuned beside that placement.
+def order_of(name: RuleName, context: PolicyContext) -> Order:
+    """Make the order of a rule afresh, as it was tuned beside its placement.
 
-    `PLACEMENT+ORDER@5` has the knob 5 instead, and `PLACEMENT+ORDER@5:2` also sets late requests
-    back by twice the wait.
+    With knobs in its name these apply: `sed+sjf@5` has the knob 5, and `sed+sjf@5:2` also sets late
+    requests back by twice the wait.
 
     Raises:
         ValueError: There is no such order, or its knobs are not one or two numbers from 0 on.
     """
-    order = name.partition(BETWEEN)[2]
-    kind = order.partition(KNOB)[0]
-    rule = ORDERS.get(kind)
+    order = name.order or Term("")
+    rule = ORDERS.get(order.base)
     if rule is None:
-        hint = did_you_mean(kind, ORDERS)
-        raise ValueError(f"unknown order {kind!r}; choose one of {sorted(ORDERS)}{hint}")
-    knobs = knobs_of(order) if KNOB in order else context.order_knobs(name)
+        hint = did_you_mean(order.base, ORDERS)
+        raise ValueError(f"unknown order {order.base!r}; choose one of {sorted(ORDERS)}{hint}")
+    knobs = knobs_of(order) if order.numbers else context.order_knobs(str(name))
     return rule.make(context.num_replicas, knobs)
 
 
-def knobs_of(order: str) -> dict[str, float]:
-    """Knobs of `ORDER@KNOB` or `ORDER@KNOB:SET_BACK`, by name; of an `ORDER` none.
+def knobs_of(order: Term) -> dict[str, float]:
+    """Knobs that an order's name gives it, by name.
 
     Raises:
         ValueError: They are not one or two numbers from 0 on.
     """
-    if KNOB not in order:
-        return {}
-    values = parameters_of(order)
-    names = dict.fromkeys((ORDERS[order.partition(KNOB)[0]].knob, SET_BACK))
+    values = order.values()
+    names = dict.fromkeys((ORDERS[order.base].knob, SET_BACK))
     if len(values) > len(names):
-        raise ValueError(f"{order!r} has {len(values)} numbers behind {KNOB}; give {len(names)}")
+        raise ValueError(f"{str(order)!r} has {len(values)} numbers; give at most {len(names)}")
     return dict(zip(names, values, strict=False))
-
-
-def parameters_of(placement: str) -> list[float]:
-    """Parameters of `PLACEMENT@A:B`.
-
-    Raises:
-        ValueError: One of them is no number from 0 on.
-    """
-    return [_knob(placement, text) for text in placement.partition(KNOB)[2].split(AND)]
-
-
-def _knob(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 <= value < math.inf:
-        raise ValueError(f"{name!r}: {text!r} behind {KNOB} is no number from 0 on")
-    return value

@@ -9,7 +9,7 @@ and its simulator, and name them in `ServerModel`, `Simulator` and `server_model
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import ClassVar, Protocol, cast
 
@@ -19,17 +19,9 @@ from tokenyard.config import did_you_mean
 from tokenyard.problem import Measure
 from tokenyard.routing.fleet import Fleet
 from tokenyard.routing.observation import MARGINAL_PREFILL, NUM_SLO_WEIGHTS
-from tokenyard.routing.policies.order import (
-    AND,
-    BETWEEN,
-    IN_ORDER,
-    KNOB,
-    ORDERS,
-    SET_BACK,
-    knobs_of,
-    parameters_of,
-)
+from tokenyard.routing.policies.order import IN_ORDER, ORDERS, SET_BACK, knobs_of
 from tokenyard.routing.policies.public import Needs
+from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.policies.tuned import (
     FLEET_GRIDS,
     FleetRules,
@@ -67,17 +59,17 @@ ORDER_WEIGHTS = {
 DELAY, TUNED_DELAY = "marginal_delay", "tuned_marginal_delay"
 
 
-def order_weights_of(order: str, tuned: Mapping[str, float] | None = None) -> FloatArray:
-    """Weights of `ORDER`, `ORDER@KNOB` or `ORDER@KNOB:SET_BACK` in compiled code.
+def order_weights_of(order: Term, tuned: Mapping[str, float] | None = None) -> FloatArray:
+    """Weights of an order in compiled code.
 
     Args:
-        order: Its name; without knobs behind it those that were tuned count, or its default.
+        order: Its name; without knobs of its own those that were tuned count, or its default.
         tuned: Knobs by name.
 
     Raises:
         ValueError: Compiled code does not know the order, or a knob is no number.
     """
-    name = order.partition(KNOB)[0]
+    name = order.base
     if name not in ORDER_WEIGHTS:
         hint = did_you_mean(name, ORDER_WEIGHTS)
         raise ValueError(f"compiled orders are {sorted(ORDER_WEIGHTS)}, not {name!r}{hint}")
@@ -88,23 +80,31 @@ def order_weights_of(order: str, tuned: Mapping[str, float] | None = None) -> Fl
     return weights
 
 
-def in_order_rules(placement: str, knobs: Mapping[str, float]) -> FleetRules:
+def in_order_rules(placement: Term, knobs: Mapping[str, float]) -> FleetRules:
     """Weights of the placement that knows the order: those of its name, else of the knobs.
 
     Raises:
         ValueError: The name has other than two numbers.
     """
     names = ("wait_weight", "others_weight")
-    if KNOB in placement:
-        knobs = dict(zip(names, parameters_of(placement), strict=True))
+    if placement.numbers:
+        knobs = dict(zip(names, placement.values(), strict=True))
     return FleetRules.model_validate({name: knobs[name] for name in names if name in knobs})
 
 
-def _few_knobs(order: str) -> list[str]:
-    """What stands behind an order's name where every rule is played."""
+def _with_few_knobs(order: str) -> list[Term]:
+    """An order with each of the knobs that are tried where every rule is played."""
     rule = ORDERS[order]
-    set_back = [f"{KNOB}{knob:g}{AND}{back:g}" for knob in rule.few for back in rule.few_set_backs]
-    return [f"{KNOB}{knob:g}" for knob in rule.few] + set_back
+    set_back = [Term.of(order, knob, back) for knob in rule.few for back in rule.few_set_backs]
+    return [Term.of(order, knob) for knob in rule.few] + set_back
+
+
+def _with_every_knob(names: Iterable[str]) -> Iterator[RuleName]:
+    """Rules as they were tuned, and with each of the knobs that are tried."""
+    for rule in map(RuleName.parse, names):
+        yield rule
+        assert rule.order is not None
+        yield from map(rule.ordered, _with_few_knobs(rule.order.base))
 
 
 class _Servers:
@@ -145,7 +145,7 @@ class _Servers:
         """
 
     @abstractmethod
-    def _placement(self, name: str, tuned: TunedRules | None) -> Place | None:
+    def _placement(self, placement: Term, tuned: TunedRules | None) -> Place | None:
         """What runs a placement of `compiled_rules`; None: it is none of them."""
 
     def compiled_rule(self, name: str, tuned: TunedRules | None = None) -> Decide | None:
@@ -158,9 +158,10 @@ class _Servers:
         Raises:
             ValueError: It is a tuned one, and none was tuned for the scenario.
         """
-        if BETWEEN in name:
+        rule = RuleName.parse(name)
+        if rule.order is not None:
             return None
-        place = self._placement(name, tuned)
+        place = self._placement(rule.placement, tuned)
         return None if place is None else partial(place, order=FIRST_COME)
 
     def compiled_order(self, name: str, tuned: TunedRules | None = None) -> Decide | None:
@@ -173,16 +174,16 @@ class _Servers:
         Raises:
             ValueError: It is a tuned one, and none was tuned for the scenario.
         """
-        placement, _, order = name.partition(BETWEEN)
-        kind = order.partition(KNOB)[0]
-        if kind not in ORDER_WEIGHTS:
+        rule = RuleName.parse(name)
+        if rule.order is None or rule.order.base not in ORDER_WEIGHTS:
             return None
         tuned = tuned or find_tuned(self.scenario.name)
-        knobs = {} if tuned is None else tuned.orders.get(f"{placement}{BETWEEN}{kind}", {})
-        weights = order_weights_of(order, knobs)
-        place = self._placement(placement, tuned)
-        if placement.partition(KNOB)[0] == IN_ORDER:
-            place = self.run_in_order(in_order_rules(placement, knobs))
+        as_tuned = str(rule.ordered(Term(rule.order.base)))
+        knobs = {} if tuned is None else tuned.orders.get(as_tuned, {})
+        weights = order_weights_of(rule.order, knobs)
+        place = self._placement(rule.placement, tuned)
+        if rule.base == IN_ORDER:
+            place = self.run_in_order(in_order_rules(rule.placement, knobs))
         # Weights of 0 order nothing, and are no order of arrivals.
         if place is None or not weights.any():
             return None
@@ -207,16 +208,16 @@ class _Servers:
         The placement that knows the order is among them.
         """
         placements = self.placements(sim)
-        found: dict[str, Decide] = {
+        variants: dict[str, Decide] = {
             name: partial(place, order=FIRST_COME) for name, place in placements.items()
         }
         for order in (one for one in ORDER_WEIGHTS if one in self.orders):
-            for knob in _few_knobs(order):
-                behind = order + knob
-                weights = order_weights_of(behind)
+            for knobs in _with_few_knobs(order):
+                weights = order_weights_of(knobs)
                 for name, place in [*placements.items(), *self.in_order().items()]:
-                    found[f"{name}{BETWEEN}{behind}"] = partial(place, order=weights)
-        return found
+                    rule = RuleName(Term.parse(name), knobs)
+                    variants[str(rule)] = partial(place, order=weights)
+        return variants
 
     def tuned_variants(self) -> dict[str, Decide]:
         """The scenario's tuned rules that run compiled, and its tuned orders with every knob."""
@@ -224,9 +225,8 @@ class _Servers:
         if tuned is None:
             return {}
         rules = {name: self.compiled_rule(name) for name in self.compiled_rules} | {
-            name + knob: self.compiled_order(name + knob, tuned)
-            for name in tuned.orders
-            for knob in ("", *_few_knobs(name.partition(BETWEEN)[2]))
+            str(rule): self.compiled_order(str(rule), tuned)
+            for rule in _with_every_knob(tuned.orders)
         }
         return {name: decide for name, decide in rules.items() if decide is not None}
 
@@ -239,7 +239,7 @@ class _Servers:
     def in_order(self) -> Mapping[str, Place]:
         """The placement that knows the order, with weights of the wait and of others' delays."""
         return {
-            f"{IN_ORDER}{KNOB}{wait:g}{AND}{others:g}": self.run_in_order(
+            str(Term.of(IN_ORDER, wait, others)): self.run_in_order(
                 FleetRules(wait_weight=wait, others_weight=others)
             )
             for wait, others in ((1.0, 0.5), (1.0, 1.0), (1.0, 2.0), (2.0, 2.0))
@@ -314,12 +314,12 @@ class ConstantRate(_Servers):
             found["sed_linear"] = tuple(weights)
         return found
 
-    def _placement(self, name: str, tuned: TunedRules | None) -> Place | None:
-        base, given, _ = name.partition(KNOB)
-        if given and base == "sed_reserve":
-            return _placed_by_delay(parameters_of(name)[0], -1)
-        if given and base == "sed_dump":
-            return _placed_by_delay(np.inf, int(parameters_of(name)[0]))
+    def _placement(self, placement: Term, tuned: TunedRules | None) -> Place | None:
+        name, values = str(placement), placement.values()
+        if values and placement.base == "sed_reserve":
+            return _placed_by_delay(values[0], -1)
+        if values and placement.base == "sed_dump":
+            return _placed_by_delay(np.inf, int(values[0]))
         # Nobody is delayed by a request that comes last, so least marginal delay is the same.
         if name not in (*self.compiled_rules, DELAY):
             return None
@@ -342,9 +342,9 @@ class ConstantRate(_Servers):
             return found
         for place in places:
             server = int(by_speed[place])
-            found[f"sed_dump{KNOB}{server}"] = _placed_by_delay(np.inf, server)
+            found[str(Term.of("sed_dump", server))] = _placed_by_delay(np.inf, server)
         for size in sizes.tolist():
-            found[f"sed_reserve{KNOB}{size:.0f}"] = _placed_by_delay(round(size), -1)
+            found[str(Term("sed_reserve", f"{size:.0f}"))] = _placed_by_delay(round(size), -1)
         return found
 
 
@@ -410,14 +410,14 @@ class Batching(_Servers):
             found[TUNED_DELAY] = tuned.fleet.marginal_weights
         return found
 
-    def _placement(self, name: str, tuned: TunedRules | None) -> Place | None:
-        if name.startswith(f"{DELAY}{KNOB}"):
-            wait, others = parameters_of(name)
+    def _placement(self, placement: Term, tuned: TunedRules | None) -> Place | None:
+        if placement.base == DELAY and placement.numbers:
+            wait, others = placement.values()
             return self._marginal(wait, others)
-        if name not in self.compiled_rules:
+        if str(placement) not in self.compiled_rules:
             return None
         rules = FleetRules()
-        if name == TUNED_DELAY:
+        if placement.base == TUNED_DELAY:
             rules = (tuned or load_tuned(self.scenario.name)).fleet
         return self._marginal(rules.wait_weight, rules.others_weight)
 
@@ -426,7 +426,7 @@ class Batching(_Servers):
         weights = ((1.0, 1.0), (0.25, 1.0), (3.0, 1.0), (0.0, 3.0), (0.5, 2.0), (0.5, 3.0),
                    (2.0, 2.0))  # fmt: skip
         return {
-            f"marginal_delay{KNOB}{wait:g}{AND}{others:g}": self._marginal(wait, others)
+            str(Term.of(DELAY, wait, others)): self._marginal(wait, others)
             for wait, others in weights
         }
 
