@@ -52,7 +52,7 @@ class Args:
 
 def repeated(args: Args, num_routers: int, scrape_s: float) -> Scenario:
     """The scenario with more replicas, and traffic for them, before so many routers."""
-    scenario = load_scenario(args.scenario)
+    scenario = load_scenario(args.scenario).without_reward()
     declared = scenario.required_fleet
     replicas = tuple(
         one.model_copy(update={"name": f"{one.name}-{copy}"})
