@@ -57,7 +57,6 @@ class SlowPool:
     """Replicas that take a while to start, and none to stop."""
 
     def __init__(self, restart_s: float) -> None:
-        """Start empty, at time 0."""
         self.now_s = 0.0
         self.offered = 0
         self._restart_s = restart_s

@@ -66,7 +66,6 @@ class World:
     """One fleet, its traffic, and what becomes of every request under a linear policy."""
 
     def __init__(self, scenario_name: str, process: str, num_requests: int) -> None:
-        """Draw nothing yet."""
         scenario = load_scenario(scenario_name)
         arrivals = scenario.arrivals.model_copy(update={"process": process})
         self.scenario = scenario.model_copy(update={"arrivals": arrivals})

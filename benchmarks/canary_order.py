@@ -54,7 +54,6 @@ class Study:
     """Streams, and what orders do on them."""
 
     def __init__(self, args: Args) -> None:
-        """Draw the streams, and which of their requests are the canary's."""
         self._args, self._scenario = args, load_scenario(args.scenario)
         source, numbers = StreamSource(self._scenario), range(args.streams)
         rngs = [stream_rng(args.seed, "evaluation", i) for i in numbers]

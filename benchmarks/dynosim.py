@@ -185,7 +185,6 @@ class Follower:
     """Takes what others took of each request, and counts where `dynamo_cost` may have, too."""
 
     def __init__(self, workers: Sequence[int]) -> None:
-        """Follow decisions in the order of requests."""
         self._workers = workers
         self._rule = DynamoCost(np.random.default_rng(0))
         self.num_same = 0

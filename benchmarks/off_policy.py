@@ -118,7 +118,6 @@ class Logger:
     """Decides by one policy with a little exploration, and asks the others what they would."""
 
     def __init__(self, scenario: Scenario, policies: Sequence[FloatArray], args: Args) -> None:
-        """Decide by the rule without a correction."""
         self._scenario, self._policies, self._explore = scenario, policies, args.explore
         self._mean = sum(scenario.mean_lengths_tokens)
         self._rng = np.random.default_rng([args.seed, 5])

@@ -22,7 +22,6 @@ class RealtimePriority:
     """
 
     def __init__(self) -> None:
-        """Find out what the system allows."""
         self.allowed = hasattr(os, "sched_setscheduler")
         if not self.allowed:
             return

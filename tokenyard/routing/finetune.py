@@ -57,7 +57,6 @@ class TwinRunner:
     def __init__(
         self, twin: replay.Twin, windows: Sequence[replay.Window], champion: PolicyArtifact
     ) -> None:
-        """Lay the requests out; they wait in the champion's order."""
         self._scenario, self._tokens = twin.scenario, champion.metadata.mean_total_tokens
         self._order = order_weights(champion.arrays)
         self._streams: StreamSet = replay.streams_of(twin.scenario, windows)

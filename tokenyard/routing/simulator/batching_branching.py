@@ -46,7 +46,6 @@ class BatchingBranching(Branching):
     num_features = NUM_MARGINAL_WEIGHTS + NUM_SLO_PRICES
 
     def __init__(self, scenario: Scenario, mean_total_tokens: float) -> None:
-        """Make room for streams of the scenario's length."""
         super().__init__(scenario, mean_total_tokens)
         self._sim = BatchingSim(scenario, 2, scenario.requests_per_stream, NO_REWARD)
 

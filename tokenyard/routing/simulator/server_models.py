@@ -128,7 +128,6 @@ class _Servers:
     """What is drawn of such servers beside the figures of all (`tokenyard.routing.figures`)."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Answer for the servers of `scenario`."""
         self.scenario = scenario
 
     @property
