@@ -1,6 +1,11 @@
-# Every target sets itself up: a machine with Python 3.11 and make needs nothing else.
-PYTHON ?= python3.11
+# Every target sets itself up: a machine with Python 3.11, 3.12 or 3.13 and make needs nothing else.
+# Most tests ran on 3.11, so it comes first.
+PYTHON ?= $(or $(shell for version in 3.11 3.12 3.13; do \
+	python$$version -c "" 2>/dev/null && echo python$$version && break; done),python3.11)
 BIN := .venv/bin
+# The lock of the Python that .venv has, or will have.
+LOCK = requirements$(patsubst -3.11,,$(shell $(or $(wildcard $(BIN)/python),$(PYTHON)) \
+	-c "import sys; print('-%d.%d' % sys.version_info[:2])")).lock
 STORAGE ?= runs
 # Where `make serve` looks for champions: the sweeps' store, once there is one.
 REGISTRY = $(or $(MLFLOW_TRACKING_URI),$(if $(wildcard $(STORAGE)/mlflow.db),sqlite:///$(abspath $(STORAGE))/mlflow.db))
@@ -31,9 +36,9 @@ export PIP_NO_COMPILE := 1
 # Versions are the lock's. Its hashes are left out: pip would then refuse the project itself, and other platforms.
 PIP_INSTALL := $(BIN)/pip install --quiet --constraint .venv/constraints.txt
 
-.venv/constraints.txt: requirements.lock
+.venv/constraints.txt: $(wildcard requirements*.lock)
 	test -d .venv || $(PYTHON) -m venv .venv
-	sed -nE 's/^([a-z0-9.-]+==[^ ]+).*/\1/p' $< > $@
+	sed -nE 's/^([a-z0-9.-]+==[^ ]+).*/\1/p' $(LOCK) > $@
 
 .venv/.core: pyproject.toml .venv/constraints.txt
 	$(PIP_INSTALL) --editable .
@@ -44,14 +49,14 @@ PIP_INSTALL := $(BIN)/pip install --quiet --constraint .venv/constraints.txt
 	touch $@
 
 .venv/.dev: pyproject.toml .venv/.core
-	$(PIP_INSTALL) --editable ".[bench,dev]"
+	$(PIP_INSTALL) --editable ".[dev]"
 	touch $@
 
 install: .venv/.dev ## Everything a developer needs.
 
-install-locked: .venv/constraints.txt ## The same on Python 3.11, Linux x86_64, with every hash checked but torch's.
+install-locked: .venv/constraints.txt ## The same on Linux x86_64, with every hash checked but torch's.
 	$(PIP_INSTALL) torch
-	grep -v '^torch==' requirements.lock > .venv/hashed.txt
+	grep -v '^torch==' $(LOCK) > .venv/hashed.txt
 	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement .venv/hashed.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch .venv/.core .venv/.engines .venv/.dev
@@ -64,7 +69,7 @@ sbom: .venv/.dev ## Bill of materials of what is installed here: sbom.json, Cycl
 audit: .venv/constraints.txt ## Known weaknesses of what the lock names; asks pypi.org, and fails where it does not answer.
 	test -d .venv/tools || $(PYTHON) -m venv .venv/tools
 	.venv/tools/bin/pip install --quiet pip-audit
-	grep -v "^torch==" requirements.lock > .venv/hashed.txt
+	grep -v "^torch==" $(LOCK) > .venv/hashed.txt
 	.venv/tools/bin/pip-audit --strict --no-deps --disable-pip --requirement .venv/hashed.txt
 
 sweep: .venv/.core ## Train, compare, keep the best: the main job.

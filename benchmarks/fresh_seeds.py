@@ -35,7 +35,7 @@ from tokenyard.routing.policies.tuned import find_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.rule_replay import Replay
 from tokenyard.routing.scenario import Scenario, load_scenario
-from tokenyard.routing.simulator.run import Run
+from tokenyard.routing.simulator.run import Run, run_compiled
 from tokenyard.routing.simulator.server_models import COMPARED
 from tokenyard.routing.simulator.streams import (
     StreamSet,
@@ -43,7 +43,7 @@ from tokenyard.routing.simulator.streams import (
     held_out_streams,
     synthetic_streams,
 )
-from tokenyard.routing.validation import artifact_runs, outcome_runs
+from tokenyard.routing.validation import artifact_runs
 from tokenyard.statistics.intervals import holm
 
 
@@ -123,7 +123,7 @@ def _rows_at(args: Args, source: StreamSource, load: float, run: Runner) -> list
     streams = synthetic_streams(source, args.streams, args.seed, load_factor=factor)
     ours, rows = run(streams), []
     for rule in dict.fromkeys(best):
-        theirs = outcome_runs(scenario, streams, replay.rules[rule])
+        theirs = run_compiled(scenario, streams, replay.rules[rule])
         row = _compared(scenario, streams, {rule: theirs, args.policy: ours})
         chosen_by = " and ".join(
             by for by, name in zip(("score", "mean"), best, strict=True) if name == rule

@@ -83,7 +83,6 @@ class Fleet:
     takes_any = True
 
     def __init__(self, args: Args, scenario: Scenario, num_replicas: int) -> None:
-        """Repeat the scenario's replicas."""
         self.name = "fleet"
         kinds = scenario.required_fleet.replicas
         self._profiles = [_profile(kinds[i % len(kinds)]) for i in range(num_replicas)]
@@ -133,7 +132,6 @@ class Load:
     """A gateway before a fleet with requests in flight; every step places one and ends one."""
 
     def __init__(self, args: Args, policy: str, num_replicas: int, folder: Path) -> None:
-        """Place as many requests as are in flight at any time."""
         scenario = load_scenario(args.scenario)
         cluster = _cluster(args.scenario)
         rng = np.random.default_rng(0)

@@ -164,7 +164,6 @@ class PacedEngine(Engine):
     """An engine of ours that repeats its prompt: one token at once, more at `TOKENS_PER_S`."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Run nothing."""
         self._running: set[str] = set()
 
     async def start(self) -> None:
@@ -213,7 +212,6 @@ class StubProtocol(asyncio.Protocol):
     """An endpoint on one connection."""
 
     def __init__(self) -> None:
-        """Wait for the transport."""
         self._parser = httptools.HttpRequestParser(self)
         self._body, self._url, self._page = b"", b"", a_page()
 
@@ -263,7 +261,6 @@ class ClientProtocol(asyncio.Protocol):
     """A closed loop on one connection: the next request follows the answer to the last."""
 
     def __init__(self, stream: bool) -> None:
-        """Wait for the transport."""
         body = {"model": "m", "messages": [{"role": "user", "content": "word " * 60}]}
         content = json.dumps({**body, "max_tokens": TOKENS if stream else 1, "stream": stream})
         head = "POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json"

@@ -77,7 +77,6 @@ class Cell:
     """One scenario: the rule that all begin at, what PPO is told, and the streams that judge."""
 
     def __init__(self, name: str, args: Args) -> None:
-        """Draw the streams and run the rule."""
         self.scenario: Scenario = load_scenario(name)
         self.start = started_at_best_rule(self.scenario, SearchConfig(), orders=False)
         source = StreamSource(self.scenario)

@@ -86,7 +86,6 @@ class Load:
     """Clients that ask one request after another, and what they heard."""
 
     def __init__(self, args: Args, model: str) -> None:
-        """Send nothing yet."""
         self._args, self._model = args, model
         self.hung_s = 0.0
         self.heard: Counter[str] = Counter()
@@ -143,7 +142,6 @@ class Probe:
     """Somebody who comes ten times a second, each time with a connection of its own."""
 
     def __init__(self, args: Args, model: str) -> None:
-        """Ask nothing yet."""
         self._args = args
         self._body = {"model": model, "prompt": "The capital", "max_tokens": 1}
         self._refused_since_s: float | None = None

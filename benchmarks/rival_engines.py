@@ -156,7 +156,6 @@ class Fleet:
     """Engines behind a router, and requests on their way through it."""
 
     def __init__(self, told: Sequence[tuple[int, float] | None]) -> None:
-        """Begin with nothing in flight, and an engine for each load that is told."""
         self.arrivals: asyncio.Queue[int] = asyncio.Queue()
         self.engines = [Engine(index, self.arrivals, load) for index, load in enumerate(told)]
         self.router_port = 0

@@ -30,7 +30,6 @@ class Replica:
     max_ongoing_requests = 1 << 20
 
     def __init__(self, index: int) -> None:
-        """Begin idle."""
         self.replica_id = ReplicaID(str(index), DEPLOYMENT)
         self.num_ongoing, self.num_polls = 0, 0
 

@@ -119,7 +119,6 @@ class SentPrompts:
     """What was sent to one engine, and the longest prefix of a prompt that is among it."""
 
     def __init__(self) -> None:
-        """Begin empty."""
         self._sorted: list[str] = []
 
     @property
@@ -142,7 +141,6 @@ class FirstSent:
     """Which engine was sent each prefix first."""
 
     def __init__(self) -> None:
-        """Begin empty."""
         self._sorted: list[tuple[str, int, int]] = []
 
     def add(self, prompt: str, engine: int) -> None:

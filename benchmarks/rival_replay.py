@@ -50,7 +50,6 @@ class EnumeratedDraws:
     """Stands for a generator: takes the values of `path`, then zeros, and notes all of them."""
 
     def __init__(self) -> None:
-        """Begin with zeros."""
         self.path: list[int] = []
         self.taken: list[tuple[int, int]] = []
 
@@ -86,7 +85,6 @@ class Replay:
     """A rule of ours that is asked what it may do, and then remembers what the router did."""
 
     def __init__(self, rule: str, knobs: Mapping[str, float], names_first: bool) -> None:
-        """Make the rule with these knobs; the others are its makers'."""
         self._draws: Any = EnumeratedDraws()
         context = PolicyContext("", Slo(), self._draws, 0)
         if names_first:

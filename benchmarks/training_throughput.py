@@ -72,9 +72,10 @@ from tokenyard.routing.policies.rule_name import Term
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.search import linear_weights
 from tokenyard.routing.simulator import Decide
+from tokenyard.routing.simulator.run import run_compiled
 from tokenyard.routing.simulator.server_models import TUNED_DELAY
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
-from tokenyard.routing.validation import Validation, outcome_runs
+from tokenyard.routing.validation import Validation
 
 # Ray starts its workers with a lower priority; on a busy machine they would come last.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -471,7 +472,7 @@ def baseline_response_s(source: StreamSource, num_streams: int) -> float:
 
 
 def _mean_response_s(source: StreamSource, streams: StreamSet, decide: Decide) -> float:
-    runs = outcome_runs(source.scenario, streams, decide)
+    runs = run_compiled(source.scenario, streams, decide)
     return float(np.mean([metrics.mean(run.outcomes.offered_response_s) for run in runs]))
 
 

@@ -85,6 +85,9 @@ class Args(TraceOptions):
     load: float | None = None
     """Offered load that streams or the trace are scaled to (0.8: four fifths of what the servers
     can do), in place of the scenario's."""
+    reward: bool = False
+    """Measure the scenario's reward of routing policies too, which takes twice to ten times as
+    long; policies are not compared by it."""
     registry: str | None = None
     """MLflow registry of champions (a URI); MLFLOW_TRACKING_URI serves in its place."""
     jobs: int = 1
@@ -113,7 +116,10 @@ def plan_all(args: Args, problem: Problem[S, A, D, R]) -> list[EvaluationPlan[S,
     names = problem.suites[args.suite] if args.suite else [str(args.scenario)]
     uri = args.registry or os.environ.get("MLFLOW_TRACKING_URI")
     registry = mlflow_lookup(uri) if uri else None
-    return [plan(args, problem, problem.load_scenario(name), registry) for name in names]
+    scenarios = [problem.load_scenario(name) for name in names]
+    if not args.reward:
+        scenarios = [problem.without_reward(one) for one in scenarios]
+    return [plan(args, problem, one, registry) for one in scenarios]
 
 
 def plan(

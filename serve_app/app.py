@@ -116,7 +116,6 @@ class GatewayReplica:
     """`serve_app.allocation.allocator.Allocator`, where a pool is allocated."""
 
     def __init__(self, cluster: Cluster, options: GatewayOptions, handles: dict[str, Any]) -> None:
-        """Connect to the pools, those of ours by Serve's handles, and make the policy."""
         # What follows takes seconds.
         self._held = self._hold_port(options)
         interpreter.share()

@@ -168,7 +168,6 @@ class EventReader:
     """Reads the server-sent events of one answer, line by line."""
 
     def __init__(self) -> None:
-        """Begin before the first line."""
         self.first_s = math.nan
         """When the first event came that carries text or an end; NaN before."""
         self.usage: dict[str, int] = {}
@@ -209,7 +208,6 @@ class Client:
     """Asks one endpoint."""
 
     def __init__(self, config: LoadConfig) -> None:
-        """Open no connection yet."""
         token = config.token or os.environ.get("TOKENYARD_TOKEN")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)

@@ -34,7 +34,6 @@ class ModelCatalog:
     """What a cluster serves."""
 
     def __init__(self, cluster: Cluster) -> None:
-        """Look through its pools."""
         self.default = cluster.served_model
         """Name of what a request gets that names none."""
         bases = [cluster.model_of(pool) for pool in (*cluster.pools, *cluster.templates)]

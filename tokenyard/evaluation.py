@@ -140,7 +140,7 @@ def _row(
     }
     ours, theirs = samples[name], samples[baseline]
     for one in problem.measures(scenario):
-        if one.interval:
+        if one.interval and one.key in row:
             interval = ours.interval(one.key)
             row |= {f"{one.key}_ci_low": interval.low, f"{one.key}_ci_high": interval.high}
         if one.delta:
@@ -206,7 +206,7 @@ def level_tables(problem: Problem[S, A, D, R], scenario: S, rows: Sequence[Row])
     best_first = sorted(rows, key=lambda row: -problem.score.value(row))
     tables: dict[str, list[Measure]] = {}
     for one in problem.measures(scenario):
-        if one.heading:
+        if one.heading and one.key in rows[0]:
             tables.setdefault(one.table, []).append(one)
     return [_table(title, "policy", some, best_first, level) for title, some in tables.items()]
 

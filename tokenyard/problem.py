@@ -272,12 +272,19 @@ class Problem(Protocol[S, A, D, R]):
         ...
 
     def measures(self, scenario: S) -> Sequence[Measure]:
-        """All that is printed or compared of this scenario's rows, in the order of the columns."""
+        """All that is printed or compared of this scenario's rows, in the order of the columns.
+
+        Rows of runs without a reward have no such column.
+        """
         ...
 
     def summary(self, scenario: S, runs: Sequence[R]) -> dict[str, float]:
         """Measures of one policy over all its runs, by key; docs/metrics.md defines them."""
         ...
+
+    def without_reward(self, scenario: S) -> S:
+        """The scenario for runs whose reward is not used, where it takes time to compute."""
+        return scenario
 
     def samples(
         self, scenario: S, streams: D, runs: Mapping[str, Sequence[R]], baseline: str

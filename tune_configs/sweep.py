@@ -74,9 +74,10 @@ class Sweep:
 
     @cached_property
     def scenario(self) -> Scenario:
-        """What trials are trained and judged on."""
-        scenario: Scenario = self.problem.load_scenario(self.experiment.scenario)
-        return scenario
+        """What trials are judged on."""
+        scenario = self.problem.load_scenario(self.experiment.scenario)
+        unrewarded: Scenario = self.problem.without_reward(scenario)
+        return unrewarded
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ class Carrier:
     """All engines, and what is on its way to them."""
 
     def __init__(self, pipes: Mapping[str, Connection]) -> None:
-        """Know the pipe to each engine, by its name."""
         self._pipes = pipes
         self._open: dict[str, Sent] = {}
         self._heard_s = time.time()

@@ -13,7 +13,6 @@ class Table:
     """A CSV file whose rows are appended and kept; a row that was cut off is dropped."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        """Take up the rows that the file has."""
         self._path, self._columns = path, columns
         self.rows: list[dict[str, str]] = []
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +40,6 @@ class Deadline:
     """Time after which no further cell is begun."""
 
     def __init__(self, minutes: float) -> None:
-        """Begin now."""
         self._end_s = time.monotonic() + 60 * minutes
 
     @property

@@ -35,7 +35,6 @@ class Layer(nn.Module):
     """One decoder layer and its part of the cache."""
 
     def __init__(self, shape: Shape, cache_tokens: int, place: dict) -> None:
-        """Draw the weights, and make room for so many tokens."""
         super().__init__()
         self.shape, hidden, mlp = shape, shape.hidden_size, shape.mlp_size
         self.before_attention = nn.RMSNorm(hidden, eps=1e-5, **place)

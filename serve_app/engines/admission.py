@@ -16,7 +16,6 @@ class Admission:
     """Counts the requests that are not answered yet, and refuses those too many or too long."""
 
     def __init__(self, max_batch: int, max_waiting: int) -> None:
-        """Accept nothing before `open`."""
         self._max_batch = max_batch
         self._max_waiting = max_waiting
         self._max_request_tokens = 0

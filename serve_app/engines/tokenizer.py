@@ -158,7 +158,6 @@ class EstimatedTokens(Sequence[int]):
     """A number for every four characters of a text, made when somebody looks."""
 
     def __init__(self, text: str) -> None:
-        """Look at nothing yet."""
         self._text = text
 
     @cached_property
@@ -201,7 +200,6 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Start with nothing."""
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._context = 0
@@ -229,7 +227,6 @@ class StopFinder:
     """Cuts a stream of text at the first of some strings, even where it spans several pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Look for `stops`, none of them empty."""
         self._stops = tuple(stops)
         self._held = ""
         self.found = False

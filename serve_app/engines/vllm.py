@@ -26,7 +26,6 @@ class VllmEngine:
     """An engine over vLLM."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Serve what `config` says, once started."""
         self.config = config
         self._llm: Any = None
         self._admission = Admission(config.max_batch, config.max_waiting)

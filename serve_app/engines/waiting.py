@@ -65,7 +65,6 @@ class WaitingLine(Generic[Item]):
     """
 
     def __init__(self) -> None:
-        """Begin empty."""
         self._entries: list[tuple[float, int, float, float, Item]] = []
         """Key that counts, number, from when on the one behind it counts, and who waits."""
         self._numbers = itertools.count()

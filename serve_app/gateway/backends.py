@@ -97,7 +97,6 @@ class ServeBackend:
     takes_any = False
 
     def __init__(self, pool: Pool, handle: DeploymentHandle[Any]) -> None:
-        """Connect to the deployment."""
         self.name = pool.name
         self.max_model_tokens = pool.config.max_model_tokens
         self._pool = pool

@@ -162,7 +162,6 @@ class KeyFile(WatchedFile[KeyRing]):
     """A file of keys, and what it held when it was last whole."""
 
     def __init__(self, path: Path) -> None:
-        """Name it; nothing is read yet."""
         super().__init__(path, "keys", KeyRing(()), read_keys, _difference)
 
     @property

@@ -149,7 +149,6 @@ class FrameProtocol(asyncio.Protocol):
     """One end of a connection; subclasses say what they do with frames."""
 
     def __init__(self) -> None:
-        """Wait for the transport."""
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._rest = b""

@@ -39,7 +39,6 @@ class RemoteClock:
     """How far the clock of one machine is from ours."""
 
     def __init__(self) -> None:
-        """Know nothing."""
         self._told_s = -math.inf
         self._offset_s = self._offset_before_s = math.inf
         """Least of received minus told, seconds, in this window and in the one before."""
@@ -76,7 +75,6 @@ class RemoteClocks:
     """The clocks of all replicas of a pool."""
 
     def __init__(self) -> None:
-        """Know none."""
         self._clocks: dict[str, RemoteClock] = {}
 
     def to_ours(self, replica_id: str, status: EngineStatus, received_s: float) -> EngineStatus:

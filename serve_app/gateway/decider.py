@@ -72,7 +72,6 @@ class CarriedPool:
     """A pool whose replicas are asked by carriers: all but `answer` is the pool's own."""
 
     def __init__(self, pool: Backend) -> None:
-        """Stand before a pool."""
         self._pool = pool
         self.name, self.takes_any = pool.name, pool.takes_any
         self.ray_replicas, self.host_loads = pool.ray_replicas, pool.host_loads

@@ -151,7 +151,6 @@ class StuckMetrics:
     """Finds what has stayed as it is for longer than an engine that works leaves it."""
 
     def __init__(self) -> None:
-        """Have seen nothing."""
         self._last, self._since_s, self._num_uses = Reading(), 0.0, 0
         self._stuck: set[str] = set()
 

@@ -92,7 +92,6 @@ class Unanswerable(Unserved):
     """A request that no pool can ever answer, as it is."""
 
     def __init__(self, reason: str, status: int = 400) -> None:
-        """Say why, and with which status."""
         super().__init__(reason)
         self.status = status
 

@@ -87,7 +87,6 @@ class ResponseGone(RequestRejected):
     """A request about a response whose endpoint is gone."""
 
     def __init__(self) -> None:
-        """Say so as the endpoint would."""
         message = "the response is not found: the endpoint that made it is gone"
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         headers = [(b"content-type", b"application/json")]

@@ -57,7 +57,6 @@ class History:
     """Bounded memory of what ended when, and of the last decisions with their reasons."""
 
     def __init__(self) -> None:
-        """Remember nothing yet."""
         self._bins: deque[_Bin] = deque(maxlen=_NUM_BINS)
         self._decisions: deque[tuple[Any, ...]] = deque(maxlen=_NUM_DECISIONS)
 

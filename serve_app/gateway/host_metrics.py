@@ -9,7 +9,6 @@ class HostMetrics:
     """Load of the machine and of its GPUs; NVML where there is a GPU, psutil for the rest."""
 
     def __init__(self) -> None:
-        """Open NVML where it is there."""
         self._gpus = _open_gpus()
         self._network_bytes: tuple[float, float] | None = None
         psutil.cpu_percent()  # The first call only starts the measurement.

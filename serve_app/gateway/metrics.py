@@ -111,7 +111,6 @@ class Metrics:
     decision_seconds: Histogram
 
     def __init__(self) -> None:
-        """Register them."""
         self.registry = one = CollectorRegistry()
         self._pools: dict[str, PoolSeries] = {}
         self._tenants: dict[str, TenantSeries] = {}

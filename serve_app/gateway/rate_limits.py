@@ -65,7 +65,6 @@ class Bucket:
     __slots__ = ("_at_ns", "level", "per_minute")
 
     def __init__(self, per_minute: int, now_ns: int) -> None:
-        """Begin full."""
         self.per_minute, self._at_ns = per_minute, now_ns
         self.level = per_minute * _MINUTE_NS
 
@@ -213,7 +212,6 @@ class Account:
     """What one caller uses."""
 
     def __init__(self, limits: CallerLimits, now: Now) -> None:
-        """Begin with nothing used."""
         self.limits = limits
         per_minute, per_day = limits.requests_per_minute, limits.requests_per_day
         self.requests = Meter("requests", per_minute, per_day, now)
@@ -255,7 +253,6 @@ class Grant:
     __slots__ = ("_account", "_day", "_reserved", "headers")
 
     def __init__(self, account: Account, reserved: int) -> None:
-        """Note what is reserved."""
         self._account, self._reserved = account, reserved
         self._day, self.headers = account.tokens.day, account.headers()
 

@@ -71,7 +71,6 @@ class InFlight:
     """What this router sent to one replica and has not got back; a row is told of it."""
 
     def __init__(self, row: Row) -> None:
-        """Start with nothing."""
         self._requests: dict[str, _Sent] = {}
         self._prefill_tokens = 0.0
         self._output_tokens = 0.0

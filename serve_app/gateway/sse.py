@@ -41,7 +41,6 @@ class ErrorEvent(Exception):
     """An event that says that the server failed, or what it has against the request."""
 
     def __init__(self, event: Any) -> None:
-        """Keep what it says; the text does not, since it may name what is behind the server."""
         super().__init__("it answered with an error event")
         self.event: dict[str, Any] = event if isinstance(event, dict) else {"error": event}
         error = self.event.get("error") or self.event
@@ -72,7 +71,6 @@ class EventPeek:
     """
 
     def __init__(self) -> None:
-        """Expect the first event."""
         self.num_tokens = 0
         self.answer_id = ""
         self.usage: dict[str, Any] = {}

@@ -32,7 +32,6 @@ class RequestSpan:
     """The span of one request."""
 
     def __init__(self, span: Span) -> None:
-        """Take a span that has begun."""
         self._span = span
         self._num_attempts = 0
 
@@ -86,7 +85,6 @@ class Tracing:
     """Makes spans of requests."""
 
     def __init__(self, exporter: SpanExporter) -> None:
-        """Hand spans to an exporter, in batches and in a thread of its own."""
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor

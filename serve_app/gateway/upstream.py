@@ -115,7 +115,6 @@ class Connection(asyncio.Protocol):
     """One connection to an endpoint: a request after another, one reader at a time."""
 
     def __init__(self, origin: Origin) -> None:
-        """Wait for the transport."""
         self.origin = origin
         self.idle_since_s = 0.0
         self._loop = asyncio.get_running_loop()

@@ -43,7 +43,6 @@ class AnswerWriter:
     kind = ""
 
     def __init__(self, generation: Generation, request_id: str) -> None:
-        """Write nothing yet."""
         body = generation.body
         options = body.stream_options
         self._include_usage = options is not None and options.include_usage

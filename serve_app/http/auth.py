@@ -33,7 +33,6 @@ class Denied(Exception):
     """A caller who may not; the text says what is missing."""
 
     def __init__(self, reason: str, status: int) -> None:
-        """Say why, with the HTTP status."""
         super().__init__(reason)
         self.status = status
 

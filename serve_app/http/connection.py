@@ -27,7 +27,6 @@ class CallerConnection:
     __slots__ = ("_cycle", "_protocol")
 
     def __init__(self, protocol: Leavable, cycle: RequestResponseCycle) -> None:
-        """Write nothing yet."""
         self._protocol, self._cycle = protocol, cycle
 
     @property

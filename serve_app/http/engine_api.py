@@ -62,7 +62,6 @@ class EngineApi:
     """ASGI application of an engine, whose bodies have been read."""
 
     def __init__(self, engine: TextEngine, reader: GenerationReader) -> None:
-        """Answer by an engine what a reader takes."""
         self._engine, self._reader = engine, reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

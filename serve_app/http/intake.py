@@ -51,7 +51,6 @@ class TooMuch(Exception):
     """A request that is not read to its end; the text says why."""
 
     def __init__(self, reason: str, status: int) -> None:
-        """Say why, with the HTTP status."""
         super().__init__(reason)
         self.status = status
 

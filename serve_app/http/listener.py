@@ -129,7 +129,6 @@ class GuardedProtocol(HttpToolsProtocol):
     """Is called when the caller leaves."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Wait for the transport."""
         super().__init__(*args, **options)
         self.parser: _RequestParser = _RequestParser(self)
 

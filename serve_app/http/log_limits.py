@@ -17,7 +17,6 @@ class OncePerPeriod(logging.Filter):
     """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
-        """Have seen nothing yet."""
         super().__init__()
         self._clock_s = clock_s
         self._seen: dict[tuple[object, ...], tuple[float, int]] = {}

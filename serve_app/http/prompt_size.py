@@ -64,7 +64,6 @@ class PromptSize:
     """What a body has of each kind that becomes part of its prompt."""
 
     def __init__(self, fields: Mapping[str, Any], images: Formula) -> None:
-        """Measure a body, whose images are counted by a formula."""
         self._images, self._pieces = images, list[tuple[int, str]]()
         self._num_messages = 0
         self.expected = dict[int, float]()

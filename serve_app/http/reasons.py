@@ -19,7 +19,6 @@ class BadRequest(ValueError):
     """A request that cannot be served as it is; the text says why."""
 
     def __init__(self, reason: str, status: int = 400, param: str | None = None) -> None:
-        """Say why, with the HTTP status and the field."""
         super().__init__(reason)
         self.status = status
         self.param = param

@@ -72,7 +72,6 @@ class Verdicts:
     """
 
     def __init__(self) -> None:
-        """Wait for nothing."""
         self._open: dict[str, tuple[bool, int]] = {}
         self._abandoned_at: list[tuple[float, str]] = []
 

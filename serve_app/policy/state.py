@@ -196,7 +196,6 @@ class StateFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Name it."""
         self.path = path
         self.is_closed = False
         self._written: tuple[int, ...] | None = None

@@ -156,7 +156,6 @@ class ThreadTimeout:
     """Makes one call at a time; used from one thread."""
 
     def __init__(self, budget_s: float) -> None:
-        """Wait for `budget_s` at most."""
         self._budget_s = budget_s
         self._worker: _Worker | None = None
 

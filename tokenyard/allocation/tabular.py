@@ -132,7 +132,6 @@ class TabularLearner:
     def __init__(
         self, scenario: AllocationScenario, config: TabularConfig | None = None, seed: int = 0
     ) -> None:
-        """Start from a table of zeros."""
         self.scenario, self.seed = scenario, seed
         self.config = config or TabularConfig()
         self.env_steps = 0

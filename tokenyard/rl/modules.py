@@ -43,7 +43,6 @@ class RunningNormaliser(nn.Module):
     count: Tensor
 
     def __init__(self, size: int) -> None:
-        """Start as the identity, for observations of `size` numbers."""
         super().__init__()
         self.register_buffer("mean", torch.zeros(size))
         self.register_buffer("variance", torch.ones(size))

@@ -92,7 +92,6 @@ class SearchTraining(Generic[ArtifactT]):
     """A policy search as a `Training`, whatever it searches."""
 
     def __init__(self, search: Search[ArtifactT], generations_per_step: int) -> None:
-        """Advance `search` by so many generations at a time."""
         self._search = search
         self._generations_per_step = generations_per_step
 

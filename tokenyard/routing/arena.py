@@ -32,7 +32,7 @@ from tokenyard.routing.policies import is_rule
 from tokenyard.routing.policy_file import SUFFIX
 from tokenyard.routing.policy_url import PolicyOfUrl, is_url
 from tokenyard.routing.problem import CHAMPION, PROBLEM
-from tokenyard.routing.scenario import UNPAID, Scenario, load_scenario
+from tokenyard.routing.scenario import NO_REWARD, Scenario, load_scenario
 from tokenyard.routing.simulator.run import Run, run_policy
 from tokenyard.routing.simulator.streams import (
     StreamSet,
@@ -275,7 +275,7 @@ def _drawn(
 def streams_of(match: Match) -> tuple[Scenario, StreamSet]:
     """The scenario, which pays no rewards, and the streams of a match."""
     cell = match.cell
-    changed = {"requests_per_stream": match.size.requests, "reward": UNPAID}
+    changed = {"requests_per_stream": match.size.requests, "reward": NO_REWARD}
     scenario = cell.scenario.model_copy(update=changed)
     # Scenarios have no hash; equal text is an equal scenario.
     text = scenario.model_dump_json()

@@ -22,7 +22,7 @@ from tokenyard.routing.fleet import (
     ReplicaConfig,
     TrafficClass,
 )
-from tokenyard.routing.scenario import UNPAID, Arrivals, Discipline, Scenario, Server
+from tokenyard.routing.scenario import NO_REWARD, Arrivals, Discipline, Scenario, Server
 from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream
 from tokenyard.routing.simulator.streams import StreamSource
 from tokenyard.types import FloatArray
@@ -73,7 +73,7 @@ def _draw_servers(rng: np.random.Generator, slotted: bool) -> Scenario:
         output_length="by_context" if rng.random() < 0.8 else "none",
         # A slot has a share of the speed, so that no single SLO would fit.
         slo_response_s=3 * _SLO_S if discipline == "parallel_split" else _SLO_S,
-        reward=UNPAID,
+        reward=NO_REWARD,
     )
 
 
@@ -127,7 +127,7 @@ def _draw_fleet(rng: np.random.Generator) -> Scenario:
         arrivals=arrivals,
         output_length="by_context" if rng.random() < 0.8 else "none",
         slo_response_s=slo_s,
-        reward=UNPAID,
+        reward=NO_REWARD,
     )
 
 
@@ -243,7 +243,7 @@ def _wide_servers(rng: np.random.Generator) -> WideCluster:
         arrivals=Arrivals(process=process, load=load),
         output_length=rng.choice(["by_context", "none", "oracle"], p=[0.7, 0.2, 0.1]).item(),
         output_drift=_log_uniform(rng, 0.5, 2.0) if rng.random() < 0.3 else 1.0,
-        reward=UNPAID,
+        reward=NO_REWARD,
     )
     slot_speed = float(np.median(speeds)) / (slots if discipline == "parallel_split" else 1)
     service_s = sum(scenario.mean_lengths_tokens) / slot_speed
@@ -294,7 +294,7 @@ def _wide_fleet(rng: np.random.Generator) -> WideCluster:
         arrivals=arrivals,
         output_length=rng.choice(["by_context", "none", "oracle"], p=[0.7, 0.2, 0.1]).item(),
         output_drift=_log_uniform(rng, 0.5, 2.0) if not sessions and rng.random() < 0.3 else 1.0,
-        reward=UNPAID,
+        reward=NO_REWARD,
     )
     alone_s = float(np.median([_alone_s(one, *scenario.mean_lengths_tokens) for one in replicas]))
     slo_s = alone_s * _log_uniform(rng, *_SLO_TIMES)

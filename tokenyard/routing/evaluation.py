@@ -46,7 +46,7 @@ def summarise(scenario: Scenario, run: Run) -> dict[str, float]:
     capacity = np.array(scenario.server_capacities_tokens_per_s)
     shares = metrics.server_shares(outcomes.server, scenario.num_servers)
     return {
-        "reward": float(run.rewards.sum()),
+        **({} if run.rewards is None else {"reward": float(run.rewards.sum())}),
         "mean_response_s": metrics.mean(offered_s),
         "p50_response_s": metrics.percentile(offered_s, 50),
         "p95_response_s": metrics.percentile(offered_s, 95),
@@ -77,13 +77,15 @@ def per_stream(scenario: Scenario, runs: Sequence[Run]) -> dict[str, FloatArray]
 def _resample(bootstrap: BlockBootstrap, run: Run, slo_s: float) -> dict[str, FloatArray]:
     offered_s = run.outcomes.offered_response_s
     violation = run.outcomes.violations(slo_s).astype(np.float64)
-    return {
-        "reward": len(offered_s) * bootstrap.resample(run.rewards, _row_means),
+    found = {
         "mean_response_s": bootstrap.resample(offered_s, _row_means),
         "p99_response_s": bootstrap.resample(offered_s, lambda x: np.percentile(x, 99, axis=1)),
         "mean_queue_length": bootstrap.resample(run.outcomes.waiting_seen, _row_means),
         "slo_violation_fraction": bootstrap.resample(violation, _row_means),
     }
+    if run.rewards is not None:
+        found["reward"] = len(run.rewards) * bootstrap.resample(run.rewards, _row_means)
+    return found
 
 
 def _row_means(values: FloatArray) -> FloatArray:

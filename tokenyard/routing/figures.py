@@ -268,8 +268,9 @@ def draw_evaluation(
     streams = [run.outcomes for run in next(iter(runs.values()))]
     context = np.concatenate([stream.context_tokens for stream in streams])
     total = np.concatenate([stream.total_tokens for stream in streams])
+    rewards = {"reward_per_policy": reward_per_policy(rows, credit)} if "reward" in rows[0] else {}
     drawn = {
-        "reward_per_policy": reward_per_policy(rows, credit),
+        **rewards,
         "response_boxes": response_boxes(runs, slo_s, credit),
         "load_trajectories": load_trajectories(scenario, some, credit),
         "response_per_request": response_per_request(some, slo_s, credit),

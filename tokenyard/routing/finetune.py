@@ -30,7 +30,7 @@ from tokenyard.routing.policies.places import QueuePlaces, order_keys_s
 from tokenyard.routing.policies.public import Needs, needs_of
 from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.problem import PROBLEM
-from tokenyard.routing.scenario import UNPAID, Scenario
+from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores.linear import marginal_scores
 from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.constant_rate import Outcomes
@@ -58,7 +58,6 @@ class TwinRunner:
     def __init__(
         self, twin: replay.Twin, windows: Sequence[replay.Window], champion: PolicyArtifact
     ) -> None:
-        """Lay the requests out; they wait in the champion's order."""
         self._scenario, self._tokens = twin.scenario, champion.metadata.mean_total_tokens
         self._order = order_weights(champion.arrays)
         self._streams: StreamSet = replay.streams_of(twin.scenario, windows)
@@ -83,8 +82,8 @@ class TwinRunner:
         Raises:
             ValueError: It cannot be run on the scenario's replicas.
         """
-        # Nobody reads rewards, and where none are paid rules run compiled.
-        scenario = self._scenario.model_copy(update={"reward": UNPAID})
+        # Where no reward is asked for, rules run compiled.
+        scenario = self._scenario.without_reward()
         runs = PROBLEM.candidate(scenario, rule).run(scenario, self._streams, seed)
         return self._rows([one.outcomes for one in runs])
 

@@ -17,8 +17,8 @@ from tokenyard.routing.policies.order import IN_ORDER
 from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.policies.tuned import find_tuned
 from tokenyard.routing.problem import PROBLEM
-from tokenyard.routing.scenario import UNPAID, Scenario
-from tokenyard.routing.simulator.run import Run
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.simulator.run import Run, run_compiled
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import (
     StreamSet,
@@ -26,7 +26,6 @@ from tokenyard.routing.simulator.streams import (
     recorded_training_streams,
     synthetic_streams,
 )
-from tokenyard.routing.validation import outcome_runs
 
 MARGIN = 0.01
 """By how much a mean response time exceeds a rule's before it counts as worse, as a fraction."""
@@ -178,10 +177,9 @@ def known(rules: Sequence[str], source: StreamSource) -> list[str]:
 
 
 def rule_runs(name: str, scenario: Scenario, streams: StreamSet) -> list[Run]:
-    """Run a rule; nothing is paid, so that all compiled code will do."""
+    """Run a rule, compiled where it can be; rewards are not computed."""
     servers = server_model(scenario)
     decide = servers.compiled_rule(name) or servers.compiled_order(name)
     if decide is not None:
-        return outcome_runs(scenario, streams, decide)
-    unpaid = scenario.model_copy(update={"reward": UNPAID})
-    return list(PROBLEM.candidate(unpaid, name).run(unpaid, streams, 0))
+        return run_compiled(scenario, streams, decide)
+    return list(PROBLEM.candidate(scenario, name).run(scenario.without_reward(), streams, 0))

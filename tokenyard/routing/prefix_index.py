@@ -290,7 +290,6 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        """Believe in nothing."""
         self._blocks, self._held = _Table(), _Table()
         self._holders: Bits = np.zeros((_FIRST_ENTRIES, 1), np.uint64)
         """Rows that hold each block, as bits."""

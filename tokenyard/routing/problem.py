@@ -29,7 +29,7 @@ from tokenyard.routing.policies import BASELINES, PolicyContext, is_rule, make_p
 from tokenyard.routing.policies.order import ORDERS, Ordered, is_order, order_of
 from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.policy_file import SUFFIX, PolicyOfFile
-from tokenyard.routing.scenario import UNPAID, Scenario, load_scenario, scenario_names
+from tokenyard.routing.scenario import Scenario, load_scenario, scenario_names
 from tokenyard.routing.simulator.run import Run, run_compiled, run_each, run_policy
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import (
@@ -72,6 +72,10 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
     measures = staticmethod(lambda scenario: server_model(scenario).measures())
     summary = staticmethod(evaluation.mean_summary)
     samples = staticmethod(evaluation.samples)
+
+    def without_reward(self, scenario: Scenario) -> Scenario:
+        """The same without weights, so that hand-written rules run in compiled code."""
+        return scenario.without_reward()
 
     def policies_for(self, scenario: Scenario) -> list[str]:
         """The baselines whose signals its servers have, and the champion."""
@@ -252,14 +256,12 @@ def _context(scenario: Scenario, rng: np.random.Generator) -> PolicyContext:
 
 
 def _run_rule(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:
-    servers = server_model(scenario)
-    decide = servers.compiled_rule(name)
-    if scenario.reward == UNPAID:
-        decide = decide or servers.compiled_order(name)
-    # What is compiled decides alike, a hundred times as fast.
-    known = run_compiled(scenario, streams, decide) if decide else None
-    if known is not None:
-        return known
+    if not scenario.pays:
+        servers = server_model(scenario)
+        # What is compiled decides alike, a hundred times as fast.
+        decide = servers.compiled_rule(name) or servers.compiled_order(name)
+        if decide is not None:
+            return run_compiled(scenario, streams, decide)
 
     def factory(rng: np.random.Generator) -> RoutingPolicy:
         return make_policy(name, _context(scenario, rng))

@@ -14,7 +14,7 @@ import numpy as np
 
 from tokenyard.routing.policies.order import ORDERS
 from tokenyard.routing.policies.rule_name import RuleName, Term
-from tokenyard.routing.scenario import UNPAID, Scenario
+from tokenyard.routing.scenario import NO_REWARD, Scenario
 from tokenyard.routing.simulator import Decide, Simulator, make_simulator
 from tokenyard.routing.simulator.batching_streams import Stream
 from tokenyard.routing.simulator.server_models import server_model
@@ -112,7 +112,7 @@ class Replay:
 
     def _simulator(self, count: int) -> Simulator:
         if count not in self._sims:
-            sim = make_simulator(self._scenario, count, len(self._streams[0]), UNPAID)
+            sim = make_simulator(self._scenario, count, len(self._streams[0]), NO_REWARD)
             for copy, stream in enumerate(self._streams[:count]):
                 sim.load(copy, stream)
             self._sims[count] = sim

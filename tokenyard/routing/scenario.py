@@ -122,9 +122,8 @@ class RewardWeights(FrozenModel):
         return self.response != 0 or self.slo != 0 or self.tail != 0
 
 
-UNPAID = RewardWeights(processing=0, queue=0, overload=0, balance=0, accept=0, drop=0)
-"""Weights of nothing, where nobody looks at rewards. To look ahead how long a response will take is
-a tenth to two thirds of the work of simulating a fleet."""
+NO_REWARD = RewardWeights(processing=0, queue=0, overload=0, balance=0, accept=0, drop=0)
+"""All-zero weights for runs whose reward is not used."""
 
 _SERVER_TERMS = ("processing", "queue", "overload", "balance")
 _FLEET_TERMS = ("energy",)
@@ -212,6 +211,15 @@ class Scenario(FrozenModel):
                 "weights response, slo and tail must be 0; use slo_at_completion"
             )
         return self
+
+    @property
+    def pays(self) -> bool:
+        """Whether runs earn a reward."""
+        return self.reward != NO_REWARD
+
+    def without_reward(self) -> Scenario:
+        """The same scenario for runs whose reward is not used."""
+        return self.model_copy(update={"reward": NO_REWARD})
 
     def check_reward(self, reward: RewardWeights) -> None:
         """Refuse terms that a fleet, or a cluster of servers, does not have.

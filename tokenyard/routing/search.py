@@ -27,7 +27,7 @@ from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.routing.policies.order import IN_ORDER
 from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.policies.tuned import FleetRules, find_tuned
-from tokenyard.routing.scenario import UNPAID, Scenario
+from tokenyard.routing.scenario import NO_REWARD, Scenario
 from tokenyard.routing.scores.order import FIRST_COME, NUM_ORDER_WEIGHTS
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.server_models import (
@@ -210,7 +210,7 @@ class PolicySearch(CrossEntropy):
         self._source = StreamSource(scenario)
         # Nobody reads the rewards here.
         self._sim = make_simulator(
-            scenario, config.streams_per_generation, config.requests_per_stream, UNPAID
+            scenario, config.streams_per_generation, config.requests_per_stream, NO_REWARD
         )
         weights = np.array(config.start or np.zeros(self._sim.num_weights))
         self._num_weights = len(weights)

@@ -24,7 +24,6 @@ class SentQueues:
     """
 
     def __init__(self) -> None:
-        """Begin with nothing sent."""
         self._row_of: dict[str, int] = {}
         self._names: tuple[str, ...] = ()
         self._rows: IntArray = np.zeros(0, dtype=np.int64)

@@ -28,7 +28,7 @@ from tokenyard.routing.policies.public import (
 from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.policies.size_interval import SizeIntervals
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules, TunedRules
-from tokenyard.routing.scenario import UNPAID, Scenario
+from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.run import PolicyFactory, run_compiled, run_policy
 from tokenyard.routing.simulator.server_models import (
@@ -192,14 +192,14 @@ def _scores(
 ) -> FloatArray:
     """Score of a rule by name on each stream, made afresh for each."""
     # A score is of responses alone.
-    scenario = scenario.model_copy(update={"reward": UNPAID})
+    scenario = scenario.without_reward()
     servers = server_model(scenario)
     decide = servers.compiled_order(name, rules) or servers.compiled_rule(name, rules)
     if decide is None:
         runs = run_policy(scenario, streams, _factory(scenario, name, rules), seed=0)
     else:
-        # It decides alike, a hundred times as fast; no fleet tells None, as nothing is paid.
-        runs = run_compiled(scenario, streams, decide) or []
+        # It decides alike, a hundred times as fast.
+        runs = run_compiled(scenario, streams, decide)
     return per_stream(scenario, runs)["score"]
 
 
@@ -251,7 +251,7 @@ def coordinate_descent(
 class _Search:
     def __init__(self, scenario: Scenario, streams: StreamSet) -> None:
         # A score is of responses alone.
-        self._scenario = scenario.model_copy(update={"reward": UNPAID})
+        self._scenario = scenario.without_reward()
         self._streams = streams
         self._servers = server_model(scenario)
         self._sim = make_simulator(scenario, len(streams), len(streams.requests[0]))

@@ -74,7 +74,7 @@ def simulate(
     Raises:
         ValueError: A policy is unknown or does not fit the replicas.
     """
-    known_as = scenario.model_copy(update={"name": policies_of})
+    known_as = scenario.without_reward().model_copy(update={"name": policies_of})
     stream = StreamSource(scenario).encode(trace)
     streams = StreamSet([stream] * _COPIES, "what was sent")
     found = run_all(runners(scenario, policies_of, policies), known_as, streams, seed)

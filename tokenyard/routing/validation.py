@@ -14,9 +14,9 @@ import numpy as np
 from tokenyard import metrics
 from tokenyard.routing.artifact import KINDS, PolicyArtifact
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.simulator import Decide, make_simulator
+from tokenyard.routing.simulator import Decide
 from tokenyard.routing.simulator.constant_rate import Outcomes
-from tokenyard.routing.simulator.run import Run
+from tokenyard.routing.simulator.run import Run, run_compiled
 from tokenyard.routing.simulator.streams import (
     StreamSet,
     StreamSource,
@@ -73,25 +73,14 @@ def outcome_row(outcomes: Outcomes, slo_s: float) -> tuple[float, float, float, 
 
 
 def artifact_runs(scenario: Scenario, streams: StreamSet, artifact: PolicyArtifact) -> list[Run]:
-    """Run the greedy policy of an artifact in compiled code; see `outcome_runs`."""
-    return outcome_runs(scenario, streams, partial(KINDS[artifact.metadata.kind].run, artifact))
+    """Run the greedy policy of an artifact in compiled code; see `run_compiled`."""
+    return run_compiled(scenario, streams, partial(KINDS[artifact.metadata.kind].run, artifact))
 
 
 def policy_runs(
     scenario: Scenario, streams: StreamSet, policy: PolicyArtifact | Decide
 ) -> list[Run]:
-    """Run a policy file, or whatever runs compiled; see `outcome_runs`."""
+    """Run a policy file, or whatever runs compiled; see `run_compiled`."""
     if isinstance(policy, PolicyArtifact):
         return artifact_runs(scenario, streams, policy)
-    return outcome_runs(scenario, streams, policy)
-
-
-def outcome_runs(scenario: Scenario, streams: StreamSet, decide: Decide) -> list[Run]:
-    """Run streams of equal length to the end in compiled code; rewards are 0."""
-    requests = streams.requests
-    sim = make_simulator(scenario, len(requests), len(requests[0]))
-    for copy, stream in enumerate(requests):
-        sim.load(copy, stream)
-    decide(sim)
-    rewards = np.zeros(len(requests[0]))
-    return [Run(sim.outcomes(copy), rewards) for copy in range(len(requests))]
+    return run_compiled(scenario, streams, policy)

@@ -104,7 +104,6 @@ class BlockBootstrap:
         return cls(len(values), length, rng) if len(values) >= MIN_BLOCKS * length else None
 
     def __init__(self, num_requests: int, block_length: int, rng: np.random.Generator) -> None:
-        """Draw the blocks of all resamples; the only randomness there is."""
         num_blocks = math.ceil(num_requests / block_length)
         shape = (NUM_RESAMPLES, num_blocks)
         self._starts = rng.integers(num_requests - block_length + 1, size=shape)

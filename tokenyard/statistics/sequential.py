@@ -91,7 +91,6 @@ class _ViolationRate:
     """
 
     def __init__(self) -> None:
-        """Expect what is usual."""
         self._bad, self._seen = 1.0, 10.0
         self._prompt, self._output = _Size(), _Size()
         self._weights = [_USUAL_LOGIT, *[0.0] * 5]

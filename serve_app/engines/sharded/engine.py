@@ -71,7 +71,6 @@ class Rank:
     """The actor of one rank; its methods return what `serve_app.engines.sharded.rank` does."""
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
-        """Be rank `rank`, not yet loaded."""
         if not ray.get_gpu_ids():
             # Ray hides no GPU from an actor that reserved none, and torch would take the first.
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -167,7 +166,6 @@ class WorkerGroup:
     """Ranks that were placed and can load; `disband` frees whatever there is."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Hold nothing yet."""
         self.config = config
         self.ranks: list[Any] = []
         self._own_group: PlacementGroup | None = None

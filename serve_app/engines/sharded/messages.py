@@ -26,7 +26,6 @@ class RequestNames:
     """
 
     def __init__(self) -> None:
-        """Have named nothing yet."""
         self._numbers, self._arrivals = itertools.count(), ArrivalKeys()
 
     def new(self, request_id: str, order_key: OrderKey | None) -> str:

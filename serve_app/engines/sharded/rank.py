@@ -178,7 +178,6 @@ class Outbox(OutputRouter):
     """Collects what an iteration produced on rank 0, and hands it on as one report."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Be read on `loop`, and filled by the thread that generates."""
         super().__init__()
         self._loop = loop
         self._filled = asyncio.Event()
@@ -255,7 +254,6 @@ class LockstepHelper(DistributedHelper):
     """Makes all ranks follow rank 0, where the original makes those of one tensor group."""
 
     def __init__(self) -> None:
-        """Open a group of all ranks that talks over gloo."""
         self.dist_on = dist.is_initialized()
         self.device_mesh = None
         self.tp_plan: dict[str, str] = {}
@@ -329,7 +327,6 @@ class OrderScheduler(FIFOScheduler):
     num_preemptions = 0
 
     def __init__(self, helper: LockstepHelper, *args: Any, **options: Any) -> None:
-        """Take the time from `helper`; the rest is the original's."""
         self._helper = helper
         super().__init__(*args, **options)
 

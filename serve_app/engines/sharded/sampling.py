@@ -24,7 +24,6 @@ class GumbelDraws(ContinuousBatchingLogitsProcessor):
     ignored_kwargs = ()
 
     def __init__(self) -> None:
-        """Start with an empty batch."""
         self._rows: list[tuple[float, float, int, int]] = []
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tokenyard.metrics import percentile
-from tokenyard.routing.scenario import UNPAID, load_scenario
+from tokenyard.routing.scenario import NO_REWARD, load_scenario
 from tokenyard.routing.scores.linear import marginal_scores
 from tokenyard.routing.search import SearchConfig, started_at_best_rule
 from tokenyard.routing.simulator import make_simulator
@@ -49,7 +49,7 @@ def played(source, weights, stream, last=NUM_REQUESTS, forced=None):
     Returns:
         The simulator when all is done, and the request and the scores at each decision.
     """
-    sim = make_simulator(source.scenario, 1, NUM_REQUESTS, UNPAID)
+    sim = make_simulator(source.scenario, 1, NUM_REQUESTS, NO_REWARD)
     sim.load(0, stream)
     seen = []
     while 0 <= (current := sim.current()) < last:

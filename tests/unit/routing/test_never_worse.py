@@ -13,7 +13,7 @@ from sizes import scaled
 from tokenyard.routing.drawn_clusters import draw_wide
 from tokenyard.routing.never_worse import compared, law_policy, play, verdict
 from tokenyard.routing.policies import PolicyContext, is_rule, make_policy
-from tokenyard.routing.scenario import UNPAID, load_scenario
+from tokenyard.routing.scenario import NO_REWARD, load_scenario
 from tokenyard.routing.search import PolicySearch
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.run import run_policy
@@ -79,7 +79,7 @@ def test_what_is_played_is_what_the_name_means(seed):
     cluster = replace(draw_wide(np.random.default_rng(seed)), num_requests=150)
     scenario, requests = cluster.scenario, cluster.num_requests
     streams = cluster.streams(1, np.random.default_rng(1))
-    sim = make_simulator(scenario, 1, requests, UNPAID)
+    sim = make_simulator(scenario, 1, requests, NO_REWARD)
     sim.load(0, *streams)
     rules = server_model(scenario).rule_variants(sim)
     context = PolicyContext(

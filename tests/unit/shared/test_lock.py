@@ -18,35 +18,43 @@ def lock(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.dont_write_bytecode", True)
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("lock", loader))
     loader.exec_module(module)
-    copy = tmp_path / "requirements.lock"
-    copy.write_text(module.LOCK.read_text())
-    monkeypatch.setattr(module, "LOCK", copy)
+    copies = {version: tmp_path / path.name for version, path in module.LOCKS.items()}
+    for version, copy in copies.items():
+        copy.write_text(module.LOCKS[version].read_text())
+    monkeypatch.setattr(module, "LOCKS", copies)
     return module
 
 
 def replace(lock, old, new):
-    text = lock.LOCK.read_text()
+    path = lock.LOCKS[lock.FIRST]
+    text = path.read_text()
     assert old in text
-    lock.LOCK.write_text(text.replace(old, new))
+    path.write_text(text.replace(old, new))
 
 
-def test_the_lock_satisfies_the_project(lock):
-    assert lock.faults() == []
-    assert lock.locked()["ray"] == (CHECKED_WITH, True)
-    assert {"fastapi", "starlette", "uvicorn", "httptools", "uvloop"} < set(lock.locked())
+def faults(lock):
+    return lock.faults(lock.LOCKS[lock.FIRST])
+
+
+def test_each_lock_satisfies_the_project_with_the_same_versions(lock):
+    assert [lock.faults(path) for path in lock.LOCKS.values()] == [[], [], []]
+    first, *others = map(lock.locked, lock.LOCKS.values())
+    assert first["ray"] == (CHECKED_WITH, True)
+    assert {"fastapi", "starlette", "uvicorn", "httptools", "uvloop"} < set(first)
+    assert all(one == first for one in others)
 
 
 def test_a_version_that_the_project_refuses_is_named(lock):
     replace(lock, f"ray=={CHECKED_WITH} ", "ray==2.59.0 ")
-    assert lock.faults() == [f"pyproject.toml asks for {PINNED_RAY}, and the lock has 2.59.0"]
+    assert faults(lock) == [f"pyproject.toml asks for {PINNED_RAY}, and the lock has 2.59.0"]
 
 
 def test_a_package_that_is_not_in_the_lock_is_named(lock):
     replace(lock, "\nschemathesis==", "\nanother==")
-    [fault] = lock.faults()
+    [fault] = faults(lock)
     assert "schemathesis, which is not in the lock" in fault
 
 
 def test_every_package_but_torch_has_a_hash(lock):
     replace(lock, "\nuvicorn==", "\nuvicorn==0.0\nother==")
-    assert "uvicorn must have a hash" in lock.faults()
+    assert "uvicorn must have a hash" in faults(lock)

@@ -17,7 +17,7 @@ from tokenyard.routing.suites import SUITES
 
 ROOT = Path(__file__).parents[3]
 FROZEN_KEYS = {
-    "policy", "scenario", "stream_count", "reward", "mean_response_s", "p50_response_s",
+    "policy", "scenario", "stream_count", "mean_response_s", "p50_response_s",
     "p95_response_s", "p99_response_s", "mean_queue_length", "slo_violation_fraction",
     "goodput_per_s", "dropped_fraction", "delta_mean_fraction", "delta_mean_ci_low",
     "delta_mean_ci_high", "delta_p99_fraction", "delta_p99_ci_low", "delta_p99_ci_high",
@@ -51,6 +51,26 @@ def test_the_command_prints_tables_and_writes_rows_with_the_frozen_keys(tmp_path
     for row in result["rows"]:
         assert set(row) >= FROZEN_KEYS
         assert row["stream_count"] == 2
+
+
+@pytest.mark.parametrize("scenario", ["poisson_085", "two_classes_slo"])
+def test_the_reward_is_measured_where_it_is_asked_for_and_changes_no_other_column(
+    tmp_path, capsys, scenario
+):
+    short = load_scenario(scenario).model_copy(update={"requests_per_stream": 200})
+    path, out = tmp_path / "short.yaml", tmp_path / "rows.json"
+    path.write_text(yaml.safe_dump(short.model_dump(mode="json", exclude_unset=True)))
+    names = "sed,tuned_marginal_delay,marginal_in_order+boost,champion"
+    found = []
+    for reward in (False, True):
+        args = evaluate.Args(scenario=str(path), policies=names, streams=2, json=out)
+        evaluate.main(replace(args, reward=reward))
+        assert ("reward" in capsys.readouterr().out) == (reward and scenario == "poisson_085")
+        found.append(json.loads(out.read_text())["rows"])
+    added = {"reward", "reward_ci_low", "reward_ci_high"}
+    for without, paid in zip(*found, strict=True):
+        assert paid.keys() - without.keys() == added
+        assert {key: value for key, value in paid.items() if key not in added} == without
 
 
 def test_a_fleet_is_printed_with_what_matters_of_it_in_the_width_of_a_page(tmp_path, capsys):

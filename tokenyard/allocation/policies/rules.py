@@ -74,7 +74,6 @@ class RandomPlan:
     """Any feasible plan, every slot: what random exploration does to a service."""
 
     def __init__(self, context: AllocationContext) -> None:
-        """Draw from the context's generator."""
         self._plans, self._rng = context.table.plans, context.rng
 
     def allocate(self, state: AllocationState) -> Plan:
@@ -86,7 +85,6 @@ class StaticPlan:
     """One plan for ever."""
 
     def __init__(self, plan: Plan) -> None:
-        """Keep to `plan`."""
         self._plan = plan
 
     def allocate(self, state: AllocationState) -> Plan:
@@ -103,7 +101,6 @@ class FixedThresholds:
     """
 
     def __init__(self, context: AllocationContext) -> None:
-        """Choose the three plans."""
         table, num_gpus = context.table, context.scenario.num_gpus
         self._pool_per_s = table.pool_goodput_capacity_per_s
         wanted = (("hybrid_tp2", num_gpus), ("model", 2), ("data", 1))

@@ -71,7 +71,6 @@ class StreamRunner:
         forecaster: Forecaster | None = None,
         objective: Objective | None = None,
     ) -> None:
-        """Work out forecasts and signals once."""
         self.scenario, self.stream = scenario, stream
         self._forecaster = forecaster or scenario_forecaster(scenario)
         self._sim = AllocationSim(scenario, 1, stream.num_slots, self._forecaster, objective)

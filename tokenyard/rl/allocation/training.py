@@ -55,7 +55,6 @@ class TabularTraining:
     """Q-learning or SARSA on a table."""
 
     def __init__(self, learner: TabularLearner, slots_per_step: int) -> None:
-        """Advance `learner` by so many slots at a time."""
         self._learner, self._slots_per_step = learner, slots_per_step
 
     @property

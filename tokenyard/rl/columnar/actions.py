@@ -253,7 +253,6 @@ class Hybrid:
     """Independent parts by name, kept side by side as float32: exact for choices below 2**24."""
 
     def __init__(self, parts: Mapping[str, Actions]) -> None:
-        """Lay out outputs of the network and columns of actions in the order of the names."""
         self.names = tuple(sorted(parts))
         self.parts = tuple(parts[name] for name in self.names)
         self.input_sizes = [part.num_inputs for part in self.parts]

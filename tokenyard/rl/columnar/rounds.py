@@ -86,7 +86,6 @@ class RoundsDQNConfig(DQNConfig):
     """What DQN in rounds adds to RLlib's settings."""
 
     def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
-        """Start from RLlib's settings, one round a step."""
         super().__init__(algo_class=algo_class or RoundsDQN)
         self.rounds_per_training_step = 1
 

@@ -47,7 +47,6 @@ class KindNormaliser(nn.Module):
     """Normalises features of requests, and those of all replicas in the same way."""
 
     def __init__(self) -> None:
-        """Start as the identity."""
         super().__init__()
         self.request = RunningNormaliser(NUM_REQUEST_FEATURES)
         self.replica = RunningNormaliser(LAYOUT.num_features)

@@ -39,7 +39,6 @@ class AibrixPrefixCache:
         imbalance_min_gap: float = 8.0,
         imbalance_factor: float = 2.0,
     ) -> None:
-        """Draw ties from `rng`."""
         self._rng = rng
         self._num_sigma = standard_deviation_factor
         self._min_gap = imbalance_min_gap
@@ -134,7 +133,6 @@ class AibrixLoadBalance(LeastCost):
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
-        """Draw ties from `rng`."""
         self._rng = rng
         self._num_sent: defaultdict[str, int] = defaultdict(int)
         self._done: defaultdict[str, deque[tuple[float, int]]] = defaultdict(deque)

@@ -75,7 +75,6 @@ class PowerOfTwoChoices:
     """Samples two replicas and joins the shorter queue (Mitzenmacher 2001, d = 2)."""
 
     def __init__(self, rng: np.random.Generator) -> None:
-        """Draw candidates from `rng`."""
         self._rng = rng
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:

@@ -92,7 +92,6 @@ class SmgSpill(_Thresholds):
         balance_abs_threshold: float = 64.0,
         balance_rel_threshold: float = 1.5,
     ) -> None:
-        """Draw ties from `rng`."""
         super().__init__(cache_threshold, balance_abs_threshold, balance_rel_threshold)
         self._rng = rng
 

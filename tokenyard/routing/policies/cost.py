@@ -41,7 +41,6 @@ class RoundRobinTies:
     """Breaks ties in turn: of equals, the one after the one that the last tie was broken for."""
 
     def __init__(self) -> None:
-        """Begin with the first."""
         self._num_ties = 0
 
     def one_of(self, equals: Sequence[int]) -> int:

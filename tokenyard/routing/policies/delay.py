@@ -166,7 +166,6 @@ class SedLinear(LeastCost):
     """
 
     def __init__(self, service_weight: float = 1.0) -> None:
-        """Count the request's own service `service_weight` times."""
         self._service_weight = service_weight
 
     def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
@@ -210,7 +209,6 @@ class SedReserve:
     """SED that keeps long requests off the slowest replica, so that short ones find it free."""
 
     def __init__(self, above_tokens: float) -> None:
-        """Bar requests of more than `above_tokens` from the slowest replica."""
         self._above_tokens = above_tokens
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
@@ -228,7 +226,6 @@ class SedDump:
     """
 
     def __init__(self, slo: Slo, replica: int, num_replicas: int) -> None:
-        """Give up on `replica` of `num_replicas` whenever none of them can meet `slo`."""
         self._slo = slo
         self._replica = replica
         self._num_replicas = num_replicas

@@ -48,7 +48,6 @@ class _TablePolicy(ScoringPolicy):
     def __init__(
         self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
     ) -> None:
-        """Take the units."""
         self._metadata = metadata
 
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
@@ -73,7 +72,6 @@ class _InOrder(_TablePolicy):
     def __init__(
         self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
     ) -> None:
-        """Take the order, and see whether the weights look at the queues."""
         super().__init__(metadata, arrays, started_at)
         self._order: FloatArray = np.ascontiguousarray(arrays["order"])
         self._places = QueuePlaces()
@@ -115,7 +113,6 @@ class MarginalPolicy(_TablePolicy):
     def __init__(
         self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
     ) -> None:
-        """Take units and weights."""
         super().__init__(metadata, arrays, started_at)
         self._weights = np.ascontiguousarray(arrays["weights"], dtype=np.float64)
 
@@ -158,7 +155,6 @@ class _RemembersRequests(_TablePolicy):
     def __init__(
         self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
     ) -> None:
-        """Take the units, and remember no request."""
         super().__init__(metadata, arrays, started_at)
         self._features = _RequestFeatures(metadata, started_at)
 
@@ -173,7 +169,6 @@ class NetworkPolicy(_RemembersRequests):
     def __init__(
         self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
     ) -> None:
-        """Take the network, from an observation to one preference per replica."""
         assert metadata.num_replicas is not None
         super().__init__(metadata, arrays, started_at)
         self._network = Network.from_arrays(arrays, metadata.activation)
@@ -196,7 +191,6 @@ class ResidualPolicy(_RemembersRequests):
     def __init__(
         self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
     ) -> None:
-        """Take weights, network and units."""
         super().__init__(metadata, arrays, started_at)
         self._correction = fold(arrays, layers_of(arrays))
         self._player = self._made_for(0)

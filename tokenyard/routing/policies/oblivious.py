@@ -13,7 +13,6 @@ class RoundRobin:
     """Takes the replicas in turn."""
 
     def __init__(self) -> None:
-        """Begin with the first replica."""
         self._next = 0
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
@@ -27,7 +26,6 @@ class Random:
     """Takes every replica with equal probability."""
 
     def __init__(self, rng: np.random.Generator) -> None:
-        """Draw from `rng`."""
         self._rng = rng
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
@@ -39,7 +37,6 @@ class WeightedRandom:
     """Takes a replica with probability proportional to its full speed, over all its slots."""
 
     def __init__(self, rng: np.random.Generator) -> None:
-        """Draw from `rng`."""
         self._rng = rng
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:

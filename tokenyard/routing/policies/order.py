@@ -183,7 +183,6 @@ class ShortestJob(_BySize):
     """
 
     def __init__(self, service_weight: float = 20.0) -> None:
-        """Let a second of service count as `service_weight` seconds of waiting."""
         super().__init__(SERVICE_WEIGHT, service_weight)
 
 
@@ -225,7 +224,6 @@ class LateLast(Order):
     """
 
     def __init__(self, set_back_waits: float = 2.0) -> None:
-        """Set those back who cannot be within their SLO any more."""
         self.set_back_waits = set_back_waits
 
     @property
@@ -246,7 +244,6 @@ class EarliestDeadline(Order):
     """
 
     def __init__(self, due_weight: float = 1.0) -> None:
-        """Count the SLO `due_weight` times."""
         self._due_weight = due_weight
 
     @property
@@ -267,7 +264,6 @@ class LeastSlack(Order):
     """
 
     def __init__(self, prefill_weight: float = 1.0) -> None:
-        """Subtract the weighted time of the prompt from the SLO."""
         self._prefill_weight = prefill_weight
 
     @property
@@ -337,7 +333,6 @@ class Ordered:
     sees_queues = False
 
     def __init__(self, placement: RoutingPolicy, order: Order) -> None:
-        """Send requests where `placement` says, and let them wait there as `order` says."""
         self.placement = placement
         """Asked alone of a request that has its order key already."""
         self._order = order

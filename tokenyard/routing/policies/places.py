@@ -23,7 +23,6 @@ class QueuePlaces:
     """Looks where requests would stand, for a policy that orders them."""
 
     def __init__(self) -> None:
-        """Begin with nothing sent."""
         self._sent = SentQueues()
         self._notes = False
         """Whether `fill` looked at what this policy has sent itself."""

@@ -34,7 +34,6 @@ class PrebleE2:
     """
 
     def __init__(self, window_s: float = 180.0) -> None:
-        """Count load over the last `window_s` seconds."""
         self._recent = RecentCost(window_s)
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
@@ -76,7 +75,6 @@ class LoadAware(LeastCost):
     """
 
     def __init__(self, beta: float = 1.0) -> None:
-        """Weigh relative load by `beta`."""
         self._beta = beta
 
     def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:

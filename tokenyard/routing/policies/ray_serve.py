@@ -23,7 +23,6 @@ class RayP2C:
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
-        """Draw pairs from `rng`."""
         self._rng = rng
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:

@@ -9,7 +9,6 @@ class RecentCost:
     """Count and summed cost of what was sent to replicas in the last `window_s` seconds."""
 
     def __init__(self, window_s: float) -> None:
-        """Remember nothing yet."""
         self._window_s = window_s
         self._sent: deque[tuple[float, str, float]] = deque()
         self._counts: defaultdict[str, int] = defaultdict(int)

@@ -13,7 +13,7 @@ import numpy as np
 
 from tokenyard.compiled import compiled
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS, NUM_SLO_PRICES
-from tokenyard.routing.scenario import UNPAID, Scenario
+from tokenyard.routing.scenario import NO_REWARD, Scenario
 from tokenyard.routing.scores.linear import fill_cost_parts, marginal_scores
 from tokenyard.routing.scores.waiting_key import LAST
 from tokenyard.routing.simulator.batching import BatchingSim
@@ -46,9 +46,8 @@ class BatchingBranching(Branching):
     num_features = NUM_MARGINAL_WEIGHTS + NUM_SLO_PRICES
 
     def __init__(self, scenario: Scenario, mean_total_tokens: float) -> None:
-        """Make room for streams of the scenario's length."""
         super().__init__(scenario, mean_total_tokens)
-        self._sim = BatchingSim(scenario, 2, scenario.requests_per_stream, UNPAID)
+        self._sim = BatchingSim(scenario, 2, scenario.requests_per_stream, NO_REWARD)
 
     def _load(self, stream: Stream) -> None:
         stream = fleet_stream(stream)

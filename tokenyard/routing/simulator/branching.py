@@ -75,7 +75,6 @@ class Branching(ABC):
     """P."""
 
     def __init__(self, scenario: Scenario, mean_total_tokens: float) -> None:
-        """Make room for streams of the scenario's length."""
         self.scenario = scenario
         self._mean_total_tokens = mean_total_tokens
         num, length = scenario.num_servers, scenario.requests_per_stream

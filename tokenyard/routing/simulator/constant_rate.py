@@ -117,6 +117,7 @@ class ClusterSim:
         self.rules = _rules(scenario, reward or scenario.reward)
         width = kernel.STATE + 5 * _max_running(scenario) + scenario.queue_limit
         num_servers = scenario.num_servers
+        self._offered = range(num_servers)
         self.state = np.zeros((num_copies, num_servers, width))
         self.clock = np.zeros((num_copies, kernel.NUM_CLOCK))
         self.requests = np.zeros((num_copies, stream_length, kernel.NUM_REQUEST))
@@ -314,7 +315,7 @@ class ClusterSim:
 
     def offered(self, copy: int = 0) -> Sequence[int]:
         """Servers that `snapshots` shows: all."""
-        return range(self.scenario.num_servers)
+        return self._offered
 
     def now_s(self, copy: int = 0) -> float:
         """Clock of one copy, seconds."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tokenyard.compiled import compiled
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
-from tokenyard.routing.scenario import UNPAID, Scenario
+from tokenyard.routing.scenario import NO_REWARD, Scenario
 from tokenyard.routing.scores.linear import fill_cost_parts, marginal_scores
 from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.scores.residual import make_player, rule_alone
@@ -46,7 +46,7 @@ class ConstantRateBranching(Branching):
             raise ValueError(f"{scenario.name} shares capacity; choose a scenario that queues")
         super().__init__(scenario, mean_total_tokens)
         length = scenario.requests_per_stream
-        self._sim = ClusterSim(scenario, scenario.num_servers + 2, length, UNPAID)
+        self._sim = ClusterSim(scenario, scenario.num_servers + 2, length, NO_REWARD)
 
     def _load(self, stream: Stream) -> None:
         # All copies read the stream of the first, and note in its outcomes what nobody reads.

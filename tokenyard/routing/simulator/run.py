@@ -8,11 +8,10 @@ from functools import partial
 
 import numpy as np
 
-from tokenyard.routing.scenario import UNPAID, Scenario
+from tokenyard.routing.scenario import NO_REWARD, Scenario
 from tokenyard.routing.simulator import Decide, Simulator, make_simulator
 from tokenyard.routing.simulator.batching_streams import Stream
 from tokenyard.routing.simulator.constant_rate import Outcomes
-from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet
 from tokenyard.routing.types import OrderingPolicy, OrderKey, RoutingPolicy, counted_in
 from tokenyard.types import FloatArray, IntArray
@@ -29,8 +28,9 @@ class Run:
     """One stream under one policy."""
 
     outcomes: Outcomes
-    rewards: FloatArray
-    """Reward earned from each decision to the next, shape (num_requests,)."""
+    rewards: FloatArray | None = None
+    """Reward earned from each decision to the next, shape (num_requests,); None: the scenario pays
+    none."""
 
 
 Chooser = Callable[[Simulator, int], int]
@@ -66,7 +66,7 @@ def _place(policy: OrderingPolicy, sim: Simulator, copy: int) -> int:
 
 
 def repeating(servers: IntArray, order_keys: FloatArray | None = None) -> Chooser:
-    """Repeat decisions made elsewhere, so that they are paid alike.
+    """Repeat decisions made elsewhere.
 
     Args:
         servers: Of the requests, shape (num_requests,).
@@ -109,35 +109,24 @@ def run_policy(
     return run_each(scenario, streams, [choosing(policy) for policy in policies])
 
 
-def run_compiled(scenario: Scenario, streams: StreamSet, decide: Decide) -> list[Run] | None:
-    """Let a compiled policy decide on every stream, then repeat its decisions to see them paid.
-
-    Where nothing is paid (`UNPAID`), nothing is repeated. So it may also order, and be refused.
+def run_compiled(scenario: Scenario, streams: StreamSet, decide: Decide) -> list[Run]:
+    """Let a compiled policy decide on every stream; rewards are not computed.
 
     Args:
-        scenario: Servers, queue rule and reward.
+        scenario: Servers and queue rule.
         streams: What arrives.
         decide: Runs all copies of a simulator to the end.
 
     Returns:
-        One run per stream, in the order of `streams`; None where they are to be paid, and servers
-        may refuse, or a request was dropped, so that it is not known whom it was sent to.
+        One run per stream, in the order of `streams`.
     """
-    paid = scenario.reward != UNPAID
-    if paid and server_model(scenario).refuses:
-        return None
-    found = []
+    runs = []
     for stream in streams.requests:
-        sim = make_simulator(scenario, 1, len(stream))
+        sim = make_simulator(scenario, 1, len(stream), NO_REWARD)
         sim.load(0, stream)
         decide(sim)
-        found.append(sim.outcomes())
-    if not paid:
-        return [Run(outcomes, np.zeros(len(outcomes.server))) for outcomes in found]
-    chosen = [outcomes.server for outcomes in found]
-    if any((servers < 0).any() for servers in chosen):
-        return None
-    return run_each(scenario, streams, [repeating(servers) for servers in chosen])
+        runs.append(Run(sim.outcomes()))
+    return runs
 
 
 def run_each(
@@ -162,15 +151,21 @@ def _run_together(
     sim = make_simulator(scenario, num_copies, num_requests)
     for copy, stream in enumerate(streams):
         sim.load(copy, stream)
-    rewards = np.zeros((num_copies, num_requests))
+    rewards = np.zeros((num_copies, num_requests)) if scenario.pays else None
     actions = np.zeros(num_copies, dtype=np.int64)
     # A fleet may place a request more than once, so copies end at different times.
     deciding = list(range(num_copies))
     while deciding:
-        indices = [sim.current(copy) for copy in deciding]
         for copy in deciding:
             actions[copy] = choosers[copy](sim, copy)
-        rewards[deciding, indices] += sim.step(actions)[deciding]
+        if rewards is None:
+            sim.step(actions)
+        else:
+            indices = [sim.current(copy) for copy in deciding]
+            rewards[deciding, indices] += sim.step(actions)[deciding]
         deciding = [copy for copy in deciding if sim.current(copy) >= 0]
-    rewards[:, -1] += sim.drain()
+    earned = sim.drain()
+    if rewards is None:
+        return [Run(sim.outcomes(copy)) for copy in range(num_copies)]
+    rewards[:, -1] += earned
     return [Run(sim.outcomes(copy), rewards[copy]) for copy in range(num_copies)]

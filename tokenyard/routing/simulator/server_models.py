@@ -128,7 +128,6 @@ class _Servers:
     """What is drawn of such servers beside the figures of all (`tokenyard.routing.figures`)."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Answer for the servers of `scenario`."""
         self.scenario = scenario
 
     @property
@@ -321,10 +320,10 @@ class ConstantRate(_Servers):
         if values and placement.base == "sed_dump":
             return _placed_by_delay(np.inf, int(values[0]))
         # Nobody is delayed by a request that comes last, so least marginal delay is the same.
-        if name not in (*self.compiled_rules, DELAY):
+        if name not in (*self.compiled_rules, DELAY, TUNED_DELAY):
             return None
         above_tokens, dump_server = np.inf, -1
-        if name not in ("sed", DELAY):
+        if name not in ("sed", DELAY, TUNED_DELAY):
             tuned = tuned or load_tuned(self.scenario.name)
             if name == "sed_reserve":
                 above_tokens = tuned.reserve_above_tokens

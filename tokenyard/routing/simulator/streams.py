@@ -85,7 +85,6 @@ class StreamSource:
     """Draws streams of a scenario's traffic, and encodes recorded ones in the same way."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Use the traffic, visibility and decision epochs of `scenario`."""
         self.scenario = scenario
         self.model = load_model(scenario.workload)
 
