@@ -108,7 +108,7 @@ def rows_of(args: Args, name: str) -> list[Row]:
         for rule in args.rules or best_rules(name):
             if rule == sha256:
                 continue  # It is what ships.
-            theirs = rule_runs(rule, source.scenario, streams)
+            theirs = rule_runs(PROBLEM, rule, source.scenario, streams)
             row = _compared(source.scenario, streams, {rule: theirs, args.policy: ours})
             rows.append({**row, "part": part, "sha256": sha256})
     return rows
@@ -152,7 +152,7 @@ def ours_of(source: StreamSource, path: str | None) -> tuple[str, Runner]:
         artifact, _ = resolve_champion(scenario.name, path=path)
     except NoChampionError:
         rule = rule_for(scenario.name)
-        return rule, lambda streams: rule_runs(rule, scenario, streams)
+        return rule, lambda streams: rule_runs(PROBLEM, rule, scenario, streams)
     return artifact.sha256, lambda streams: artifact_runs(scenario, streams, artifact)
 
 

@@ -72,7 +72,9 @@ def rows_of(args: Args, name: str) -> list[Row]:
     for load in args.loads:
         factor = load / source.offered_load
         streams = synthetic_streams(source, args.streams, args.seed, load_factor=factor)
-        runs = {OURS: run(streams)} | {one: rule_runs(one, scenario, streams) for one in rules}
+        runs = {OURS: run(streams)} | {
+            one: rule_runs(PROBLEM, one, scenario, streams) for one in rules
+        }
         found = compare(PROBLEM, scenario, streams, runs, OURS)
         rows += [{**row, "offered_load": load} for row in found]
         print(f"{name} at {load:g}", file=sys.stderr, flush=True)

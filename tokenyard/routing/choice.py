@@ -19,6 +19,7 @@ from tokenyard.routing.gate import (
     tail_is_longer,
     wins,
 )
+from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.simulator import Decide
 from tokenyard.routing.simulator.server_models import COMPARED
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource
@@ -60,7 +61,7 @@ class Judge:
         self.bar = names[0]
         """The rule to be beaten."""
         parts = gate_streams(source, num_streams, recorded=recorded)
-        self._gate = Gate(source, names, parts)
+        self._gate = Gate(PROBLEM, source, names, parts)
 
     def __call__(self, policy: PolicyArtifact | Decide) -> dict[str, float]:
         """What a policy does at the scenario's load, and how it stands beside the rules."""

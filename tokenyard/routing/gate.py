@@ -11,12 +11,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from tokenyard.evaluation import compare
-from tokenyard.problem import Row
-from tokenyard.routing.artifact import DEFAULT_RULE, rule_for
+from tokenyard.problem import Problem, Row
+from tokenyard.routing.artifact import DEFAULT_RULE, PolicyArtifact, rule_for
 from tokenyard.routing.policies.order import IN_ORDER
 from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.policies.tuned import find_tuned
-from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator.run import Run, run_compiled
 from tokenyard.routing.simulator.server_models import server_model
@@ -39,6 +38,7 @@ LOAD_FACTORS = {HALF_LOAD: 0.5, FULL_LOAD: 1.0, ABOVE_LOAD: 1.15}
 MOST_LOAD = 1.1
 """Offered load above which nobody trains or compares: the queue only grows."""
 
+RoutingProblem = Problem[Scenario, PolicyArtifact, StreamSet, Run]
 Runner = Callable[[StreamSet], list[Run]]
 """Runs one policy over streams."""
 
@@ -84,6 +84,7 @@ class Gate:
 
     def __init__(
         self,
+        problem: RoutingProblem,
         source: StreamSource,
         rules: Sequence[str] | None = None,
         parts: Mapping[str, StreamSet] | None = None,
@@ -91,16 +92,17 @@ class Gate:
         """Run the rules.
 
         Args:
+            problem: Finds rules by name and compares.
             source: Traffic of the scenario.
             rules: Names; those that the scenario has no parameters for are left out. None: those
                 of `rivals`.
             parts: Streams by name; None: those of `gate_streams`.
         """
-        self._scenario = source.scenario
+        self._problem, self._scenario = problem, source.scenario
         self.parts = gate_streams(source) if parts is None else parts
-        names = known(rivals(source.scenario) if rules is None else rules, source)
+        names = known(problem, rivals(source.scenario) if rules is None else rules, source)
         self.runs = {
-            part: {name: rule_runs(name, self._scenario, streams) for name in names}
+            part: {name: rule_runs(problem, name, self._scenario, streams) for name in names}
             for part, streams in self.parts.items()
         }
         """Of every rule on every part."""
@@ -117,7 +119,7 @@ class Gate:
         rows = []
         for rule, theirs in self.runs[part].items():
             both = {rule: theirs, "candidate": runs}
-            row = compare(PROBLEM, self._scenario, self.parts[part], both, rule)[1]
+            row = compare(self._problem, self._scenario, self.parts[part], both, rule)[1]
             rows.append({**row, "part": part, "baseline": rule, "loses": int(loses(row))})
         return rows
 
@@ -164,22 +166,24 @@ def gate_streams(
     return parts if recorded is None else {**parts, RECORDED: recorded}
 
 
-def known(rules: Sequence[str], source: StreamSource) -> list[str]:
-    """Those rules that the scenario has parameters for."""
-    found = []
+def known(problem: RoutingProblem, rules: Sequence[str], source: StreamSource) -> list[str]:
+    """Return those rules that the scenario has parameters for."""
+    names = []
     for name in rules:
         try:
-            PROBLEM.candidate(source.scenario, name)
+            problem.candidate(source.scenario, name)
         except ValueError:
             continue
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
-def rule_runs(name: str, scenario: Scenario, streams: StreamSet) -> list[Run]:
+def rule_runs(
+    problem: RoutingProblem, name: str, scenario: Scenario, streams: StreamSet
+) -> list[Run]:
     """Run a rule, compiled where it can be; rewards are not computed."""
     servers = server_model(scenario)
     decide = servers.compiled_rule(name) or servers.compiled_order(name)
     if decide is not None:
         return run_compiled(scenario, streams, decide)
-    return list(PROBLEM.candidate(scenario, name).run(scenario.without_reward(), streams, 0))
+    return list(problem.candidate(scenario, name).run(scenario.without_reward(), streams, 0))

@@ -167,11 +167,11 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
 
     def gate(self, scenario: Scenario, num_streams: int) -> Callable[[PolicyArtifact], list[Row]]:
         """Several loads and recorded training requests, beside the rules that matter."""
-        # The gate runs this problem's candidates.
+        # Only whoever promotes a policy needs it.
         from tokenyard.routing.gate import Gate, gate_streams
 
         source = StreamSource(scenario)
-        compare_at_gate = Gate(source, parts=gate_streams(source, num_streams))
+        compare_at_gate = Gate(self, source, parts=gate_streams(source, num_streams))
         return lambda artifact: compare_at_gate(
             lambda streams: artifact_runs(scenario, streams, artifact)
         )

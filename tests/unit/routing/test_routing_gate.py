@@ -6,6 +6,7 @@ import pytest
 from tokenyard.routing import gate
 from tokenyard.routing.choice import CHANGE, LOSSES, WINS, Judge, choose
 from tokenyard.routing.policies.tuned import load_tuned
+from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Arrivals, load_scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig, started_at_best_rule
 from tokenyard.routing.simulator.server_models import server_model
@@ -96,8 +97,8 @@ def test_a_compiled_rule_places_requests_as_its_policy_does(name, rule):
     _, streams = few_streams(scenario)
     servers = server_model(scenario)
     assert servers.compiled_rule(rule) or servers.compiled_order(rule)
-    found = gate.rule_runs(rule, scenario, streams)
-    expected = gate.PROBLEM.candidate(scenario, rule).run(scenario, streams, 0)
+    found = gate.rule_runs(PROBLEM, rule, scenario, streams)
+    expected = PROBLEM.candidate(scenario, rule).run(scenario, streams, 0)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours.outcomes.response_s, theirs.outcomes.response_s)
 
@@ -105,12 +106,12 @@ def test_a_compiled_rule_places_requests_as_its_policy_does(name, rule):
 def test_a_slow_rule_loses_to_the_tuned_one_and_the_tuned_one_does_not_lose_to_itself():
     scenario = load_scenario(FLEET)
     source, streams = few_streams(scenario, 6)
-    bar = gate.Gate(source, parts={"some": streams})
-    rows = bar(lambda streams: gate.rule_runs("sed", scenario, streams))
+    bar = gate.Gate(PROBLEM, source, parts={"some": streams})
+    rows = bar(lambda streams: gate.rule_runs(PROBLEM, "sed", scenario, streams))
     assert {found["baseline"] for found in rows} == set(gate.rivals(scenario))
     assert "+" in gate.rivals(scenario)[0], "the best rule orders"
     assert all(found["loses"] for found in rows)
-    rows = bar(lambda streams: gate.rule_runs("tuned_marginal_delay", scenario, streams))
+    rows = bar(lambda streams: gate.rule_runs(PROBLEM, "tuned_marginal_delay", scenario, streams))
     assert [found["loses"] for found in rows if found["baseline"] == "tuned_marginal_delay"] == [0]
 
 
@@ -155,7 +156,7 @@ def test_rules_without_parameters_are_left_out():
 
 def test_the_problem_puts_an_artifact_before_the_gate():
     artifact = PolicySearch(load_scenario("bursty_serial")).artifact()
-    rows = gate.PROBLEM.gate(load_scenario("bursty_serial"), 2)(artifact)
+    rows = PROBLEM.gate(load_scenario("bursty_serial"), 2)(artifact)
     assert {found["part"] for found in rows} >= {gate.HALF_LOAD, gate.FULL_LOAD}
     assert {found["baseline"] for found in rows} >= {"sed", "sed_reserve", "marginal_in_order+sjf"}
     assert {found["loses"] for found in rows} <= {0, 1}
