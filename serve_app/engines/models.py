@@ -28,7 +28,6 @@ from urllib.parse import urljoin
 import httpx
 
 from serve_app.engines.base import EngineConfig, EngineError
-from tokenyard.former_names import FILES, hint
 
 DEFAULT_MODEL = "default"
 DEFAULT_FOLDER = "SmolLM2-135M-Instruct"
@@ -81,7 +80,7 @@ def find_model(model: str) -> Path:
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise EngineError(
             f"there is no model folder {model!r}; give a folder, a hub id (owner/name) or "
-            f"{DEFAULT_MODEL!r}{hint(model, FILES)}"
+            f"{DEFAULT_MODEL!r}"
         )
     return _from_hub(model)
 
