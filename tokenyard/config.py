@@ -6,13 +6,10 @@ import difflib
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import InitErrorDetails, PydanticCustomError
-
-from tokenyard import former_names
 
 
 class FrozenModel(BaseModel):
@@ -20,47 +17,8 @@ class FrozenModel(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    @classmethod
-    def model_validate(cls, *args: Any, **kwargs: Any) -> Self:
-        """Validate as pydantic does.
-
-        Raises:
-            ValidationError: As pydantic's; a key of an earlier release is refused with its new
-                name.
-        """
-        try:
-            return super().model_validate(*args, **kwargs)
-        except ValidationError as error:
-            raise _with_new_names(error) from None
-
-    @classmethod
-    def model_validate_json(cls, *args: Any, **kwargs: Any) -> Self:
-        """Validate as pydantic does, with the errors of `model_validate`."""
-        try:
-            return super().model_validate_json(*args, **kwargs)
-        except ValidationError as error:
-            raise _with_new_names(error) from None
-
 
 M = TypeVar("M", bound=FrozenModel)
-
-
-def _with_new_names(error: ValidationError) -> ValidationError:
-    """Only the keys that are called otherwise now; the same error where there is none."""
-    renamed = [
-        InitErrorDetails(
-            type=PydanticCustomError(
-                "renamed_key",
-                "unknown key{hint}",
-                {"hint": former_names.hint(str(one["loc"][-1]), former_names.KEYS)},
-            ),
-            loc=one["loc"],
-            input=one["input"],
-        )
-        for one in error.errors()
-        if one["type"] == "extra_forbidden" and one["loc"][-1] in former_names.KEYS
-    ]
-    return ValidationError.from_exception_data(error.title, renamed) if renamed else error
 
 
 def shipped_names(package: str, folder: str) -> list[str]:
@@ -79,14 +37,14 @@ def read_named(name: str, kind: str, package: str, folder: str) -> str:
         folder: Of the package.
 
     Raises:
-        ValueError: Unknown name, with the closest one, or with what it is called now.
+        ValueError: Unknown name, with the closest one.
         OSError: There is no such file.
     """
     if name.endswith((".yaml", ".yml")):
         return Path(name).read_text(encoding="utf-8")
     known = shipped_names(package, folder)
     if name not in known:
-        hint = former_names.hint(name, former_names.FILES) or did_you_mean(name, known)
+        hint = did_you_mean(name, known)
         raise ValueError(f"unknown {kind} {name!r}; choose one of {known}{hint}")
     return (resources.files(package) / folder / f"{name}.yaml").read_text(encoding="utf-8")
 

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
+import yaml
+
 from tokenyard.artifact import RegistryLookup
 from tokenyard.statistics.intervals import Samples
 from tokenyard.workload.trace_options import TraceOptions
@@ -370,7 +372,7 @@ PROBLEMS: dict[str, Callable[[], AnyProblem]] = {
 def find_problem(scenario: str | None, suite: str | None) -> AnyProblem:
     """The problem of a suite, of a shipped scenario, or of a file that says `problem: NAME`.
 
-    Anything else is the first problem's, which refuses it with the names that are known.
+    Anything else is routing's, which refuses it with the names that are known.
 
     Raises:
         ValueError: Unknown suite, or not exactly one of the two is given.
@@ -382,11 +384,19 @@ def find_problem(scenario: str | None, suite: str | None) -> AnyProblem:
     for problem in _problems():
         if scenario in problem.scenario_names():
             return problem
-    path = Path(str(scenario))
-    is_file = path.suffix in (".yaml", ".yml") and path.is_file()
-    text = path.read_text(encoding="utf-8") if is_file else ""
-    named = [name for name in PROBLEMS if f"problem: {name}" in text]
-    return PROBLEMS[(*named, *PROBLEMS)[0]]()
+    named = _named_in(Path(str(scenario)))
+    return next((load for name, load in PROBLEMS.items() if name == named), PROBLEMS["routing"])()
+
+
+def _named_in(path: Path) -> object:
+    """What a YAML file says under `problem`; None: it is no such file, or says nothing."""
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        return None
+    try:
+        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError):
+        return None
+    return fields.get("problem") if isinstance(fields, dict) else None
 
 
 def _of_suite(suite: str) -> AnyProblem:

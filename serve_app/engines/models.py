@@ -29,7 +29,6 @@ import httpx
 
 from serve_app.engine_config import EngineConfig
 from serve_app.engines.base import EngineError
-from tokenyard.former_names import FILES, hint
 
 DEFAULT_MODEL = "default"
 DEFAULT_FOLDER = "SmolLM2-135M-Instruct"
@@ -82,7 +81,7 @@ def find_model(model: str) -> Path:
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise EngineError(
             f"there is no model folder {model!r}; give a folder, a hub id (owner/name) or "
-            f"{DEFAULT_MODEL!r}{hint(model, FILES)}"
+            f"{DEFAULT_MODEL!r}"
         )
     return _from_hub(model)
 

@@ -47,7 +47,7 @@ class Presence:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> bool:
-        """End to watch."""
+        """Stop watching."""
         self.ignore()
         if self._leaving is not None:
             self._leaving.cancel()

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from serve_app.policy.card import PolicyCard
-from tokenyard import former_names
 from tokenyard.artifact import ArtifactError, NoChampionError, RegisteredPolicy, RegistryError
 from tokenyard.registry import CANDIDATE, CHAMPION, find_registered
 from tokenyard.routing.artifact import (
@@ -120,11 +119,10 @@ def resolve_policy(
             raise
         return _in_place_of(str(error), from_baseline(stand_in, scenario))
     if not is_known:
-        hint = former_names.hint(policy, former_names.RULES)
         raise ValueError(
             f"unknown policy {policy!r}; give champion, candidate, a policy file (.npz) or one of "
             f"{sorted(BASELINES)}, and + and one of {sorted(ORDERS)} behind it if its "
-            f"requests are to wait in an order{hint}"
+            "requests are to wait in an order"
         )
     return from_baseline(policy, scenario)
 

@@ -29,7 +29,6 @@ from serve_app.gateway.upstream import url_of
 from serve_app.http.engine_api import create_engine_api
 from serve_app.http.generation_reader import GenerationReader
 from serve_app.http.listener import Listener
-from tokenyard import former_names
 
 ENGINES = {
     "sharded": "serve_app.engines.sharded.engine:ShardedEngine",
@@ -139,7 +138,6 @@ def engine_class(pool: Pool) -> Callable[[EngineConfig], Engine]:
     if not separator:
         raise ValueError(
             f"unknown engine {pool.engine!r}; choose one of {sorted(ENGINES)} or give module:Class"
-            f"{former_names.hint(pool.engine, former_names.ENGINES)}"
         )
     try:
         found: Callable[[EngineConfig], Engine] = getattr(importlib.import_module(module), name)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import CodeType, FrameType
+from unittest.mock import patch
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = tuple(
@@ -150,12 +151,14 @@ def second(run: Callable[[], None]) -> Hops:
 
 
 def sweep() -> Hops:
-    """A sweep of four trials that learn nothing, in the process that starts it."""
+    """A sweep of four trials that learn nothing, in the process that starts them and compares."""
     from pipelines import sweep as command
 
     with tempfile.TemporaryDirectory() as folder, Hops().installed() as hops:
         args = command.Args("integration.toy_sweeps:tiny", "hops", storage=folder)
-        with hops.counted(), redirect_stdout(io.StringIO()):
+        # Else comparisons run in processes of their own, on a machine with more CPUs than one.
+        alone = patch("os.cpu_count", return_value=1)
+        with alone, hops.counted(), redirect_stdout(io.StringIO()):
             try:
                 command.main(args)
             except SystemExit as end:
@@ -170,6 +173,8 @@ WALKS: dict[str, Callable[[], Hops]] = {
 
 
 if __name__ == "__main__":
+    # A champion is held to recorded traffic, too, where there is some.
+    os.environ["TOKENYARD_DATA"] = os.devnull
     for name in sys.argv[1:] or WALKS:
         names = WALKS[name]().names
         sys.stdout.write("\n".join([f"{name}: {len(names)}", *names]) + "\n")

@@ -17,6 +17,7 @@ import difflib
 import functools
 import gc
 import hashlib
+import importlib
 import io
 import json
 import math
@@ -218,11 +219,22 @@ def decisions_part(names: Iterable[str] | None = None) -> dict[str, Any]:
 
 def help_part() -> dict[str, Any]:
     """What `tokenyard --help` and `tokenyard VERB --help` say, line by line."""
-    arguments = {"tokenyard": ["--help"], **{verb: [verb, "--help"] for verb in cli.verbs()}}
-    return {
-        name: [line.rstrip() for line in run_script([cli.__file__, *given]).splitlines()]
-        for name, given in arguments.items()
-    }
+    found = {"tokenyard": run_script([cli.__file__, "--help"])}
+    for verb, module in cli.verbs().items():
+        found[verb] = help_of(verb, f"pipelines.{module}")
+    return {name: [line.rstrip() for line in text.splitlines()] for name, text in found.items()}
+
+
+def help_of(verb: str, name: str) -> str:
+    """What a verb says where there are two CPUs: a default is read when its module is loaded."""
+    known = importlib.import_module(name)
+    del sys.modules[name]
+    try:
+        with patch("os.cpu_count", return_value=2):
+            return run_script([cli.__file__, verb, "--help"])
+    finally:
+        sys.modules[name] = known
+        setattr(sys.modules["pipelines"], name.rpartition(".")[2], known)
 
 
 def schema_part() -> dict[str, Any]:

@@ -6,9 +6,8 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from tokenyard import former_names
 from tokenyard.config import FrozenModel
 from tokenyard.network import Activation
 from tokenyard.routing.observation import NUM_REQUEST_FEATURES
@@ -68,10 +67,3 @@ class ArtifactMetadata(FrozenModel):
     """What it scored when it was exported."""
     lineage: Mapping[str, str] = {}
     """Hashes and names of what it was made from."""
-
-    @field_validator("kind", mode="before")
-    @classmethod
-    def _refuse_former(cls, kind: str) -> str:
-        if hint := former_names.hint(kind, former_names.RULES):
-            raise ValueError(f"no policy file of kind {kind!r} is read any more{hint}")
-        return kind

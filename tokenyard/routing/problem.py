@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tokenyard import former_names
 from tokenyard.artifact import NoChampionError, RegistryLookup
 from tokenyard.problem import RULE, Candidate, Problem, Purpose, Row, Runner, Score, StreamOptions
 from tokenyard.routing import evaluation
@@ -113,10 +112,9 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
             PolicyOfFile(path)
             return Candidate(path.stem, f"the rule of {path}", partial(_run_file, path))
         known = [*BASELINES, CHAMPION, *BOUNDS]
-        hint = former_names.hint(rule.base, former_names.RULES)
         raise ValueError(
             f"unknown policy {name!r}; give a policy file (.npz or .py) or one of {known}; "
-            f"+ and one of {sorted(ORDERS)} may follow a rule or champion{hint}"
+            f"+ and one of {sorted(ORDERS)} may follow a rule or champion"
         )
 
     def trained(self, artifact: PolicyArtifact) -> Runner[Scenario, StreamSet, Run]:

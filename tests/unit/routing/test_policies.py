@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 
-from tokenyard import former_names
 from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.routing.policies.tuned import FleetRules, TunedRules, load_tuned
 from tokenyard.routing.scenario import load_scenario, scenario_names
@@ -27,14 +24,6 @@ def context(scenario_name: str, num_replicas: int = 3) -> PolicyContext:
 def test_an_unknown_policy_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match=r"unknown policy 'least_conections'.*did you mean 'least"):
         make_policy("least_conections", context("nominal"))
-
-
-@pytest.mark.parametrize("former", former_names.RULES)
-def test_a_former_name_is_refused_with_the_one_that_counts_now(former):
-    with pytest.raises(
-        ValueError, match=re.escape(f"{former} is called {former_names.RULES[former]} now")
-    ):
-        make_policy(former, context("nominal"))
 
 
 @pytest.mark.parametrize("name", NAMES_A_REPLICA + SUITS_ANY_NUMBER)

@@ -114,12 +114,6 @@ def test_an_order_behind_a_champion_that_is_a_rule_takes_the_place_of_its_own(tm
     assert (card.name, card.source) == ("marginal_delay+wspt@5", "the rule marginal_delay+wspt@5")
 
 
-@pytest.mark.parametrize("name", ["generic", "generic+wspt@20"])
-def test_the_name_of_the_formula_that_shipped_before_says_what_to_write_now(name):
-    with pytest.raises(ValueError, match=r"generic is called marginal_delay\+sjf@60 now"):
-        resolve_policy(name, "poisson_085", stand_in="sed")
-
-
 def test_a_policy_that_saw_true_lengths_is_refused_without_a_predictor():
     artifact = linear_artifact(output_length="oracle", predictor=None)
     with pytest.raises(ArtifactError, match="'oracle' but brings no predictor"):

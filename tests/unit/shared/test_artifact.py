@@ -149,12 +149,12 @@ def test_layers_that_do_not_fit_are_refused():
         a_network({"w0": np.zeros((8, 34)), "b0": np.zeros(8)})
 
 
-def test_a_file_of_a_kind_that_is_gone_is_refused_with_the_rule_that_ships_now(tmp_path):
+def test_a_file_of_a_kind_that_is_not_known_is_refused(tmp_path):
     artifact = a_linear_policy()
     metadata = artifact.metadata.model_copy(update={"kind": "generic"})
     object.__setattr__(artifact, "metadata", metadata)
     artifact.save(tmp_path / "old.npz")
-    with pytest.raises(ArtifactError, match=r"old\.npz.*generic.*marginal_delay\+sjf@60 now"):
+    with pytest.raises(ArtifactError, match=r"old\.npz.*kind: Input should be 'marginal', 'mlp'"):
         PolicyArtifact.load(tmp_path / "old.npz")
 
 

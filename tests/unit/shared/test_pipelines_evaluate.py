@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from pipelines import evaluate, paper, tune_baselines
-from tokenyard.problem import PROBLEMS
+from tokenyard.problem import PROBLEMS, find_problem
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.problem import PROBLEM
@@ -294,6 +294,21 @@ def test_mistakes_in_the_arguments_end_with_one_sentence_and_code_2(arguments, r
     message = capsys.readouterr().err
     assert reason in message
     assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('problem:  "regions"\n', "regions"),
+        ("{problem: allocation}\n", "allocation"),
+        ("description: 'problem: regions'\n", "routing"),
+        ("problem: [regions]\n", "routing"),
+    ],
+)
+def test_a_file_is_of_the_problem_that_it_names(tmp_path, text, problem):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    assert find_problem(str(path), None).name == problem
 
 
 def test_no_table_of_differences_is_printed_where_there_is_nothing_to_compare(capsys):

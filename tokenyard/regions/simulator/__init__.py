@@ -40,7 +40,6 @@ class RegionSim:
         self.scenario, self.stream = scenario, stream
         self.cluster = make_cluster(scenario)
         self.forecasts = forecaster.forecast_all(stream)
-        self.num_failures = 0
         self._plain_latency = self.cluster.latency_s
         self._server_tasks = _server_tasks(scenario, self.cluster)
         self._slots_of = _padded_index(self.cluster)
@@ -128,7 +127,6 @@ class RegionSim:
                 if lasts and self._region_of(other) == self._region_of(ended):
                     self._take_down(other, now)
         for begun in (one for one in failures if one.start_slot == slot):
-            self.num_failures += 1
             if not _is_of_links(begun):
                 self._take_down(begun, now)
         if any(_is_of_links(one) and slot in (one.start_slot, one.end_slot) for one in failures):

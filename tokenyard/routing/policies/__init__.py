@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from tokenyard import former_names
 from tokenyard.config import did_you_mean
 from tokenyard.routing.policies.backlog import (
     LeastConnections,
@@ -128,7 +127,7 @@ def make_policy(name: str, context: PolicyContext) -> RoutingPolicy:
             reason = f"{placement.numbers!r} are too many parameters, or too few"
             raise ValueError(f"{name!r}: {reason}") from None
     if name not in BASELINES:
-        hint = former_names.hint(name, former_names.RULES) or did_you_mean(name, BASELINES)
+        hint = did_you_mean(name, BASELINES)
         raise ValueError(f"unknown policy {name!r}; choose one of {sorted(BASELINES)}{hint}")
     return BASELINES[name](context)
 

@@ -135,16 +135,8 @@ def _admission(replica, now):
 
 
 @compiled_inline
-def _may_admit(replica, now):
-    """Whether the next request may run now, as `_admission` says."""
-    row = replica.row
-    full = row[lay.DECODING] + row[lay.PREFILLING] >= replica.params[lay.MAX_BATCH]
-    return row[lay.WAITING] > 0.0 and not full and _admission(replica, now)[0]
-
-
-@compiled_inline
 def _admit(replica, hit, pages, budget, now):
-    """Let the first that waits run; return the tokens that it computes in this iteration."""
+    """Let the first that waits run; return its tokens in this iteration, and those of its hit."""
     row = replica.row
     rules = replica.rules
     slot = waiting_at(row, rules, 0)
@@ -300,7 +292,7 @@ def begin(replica, now, until):
     while True:
         if row[lay.NEXT_ABANDON_S] <= now:
             abandon_impatient(replica, now)
-        if row[lay.PREFILLING] > 0.0 or row[lay.DECODING] == 0.0 or _may_admit(replica, now):
+        if row[lay.PREFILLING] > 0.0 or row[lay.DECODING] == 0.0 or _admission(replica, now)[0]:
             break
         later = _skip_ahead(replica, now, until)
         if later == now:
