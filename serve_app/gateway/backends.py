@@ -146,7 +146,7 @@ class ServeBackend:
             self._endpoints[replica_id].status = status
 
     def ray_replicas(self) -> tuple[Any, ...]:
-        """The deployment's replicas, dressed up: Serve itself does not see their requests."""
+        """The replicas in the interface that Ray's router expects; Serve does not see requests."""
         return tuple(self._endpoints.values())
 
     def host_loads(self) -> dict[str, dict[str, float]]:

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _PING_EVERY_S = 0.5
 _SILENT_S = 2.5
-"""Time without a word of the decider after which it counts as away."""
+"""Time without a message after which the decider counts as unavailable."""
 _COUNT_EVERY_S = 0.1
 """How often a decider is told how far answers are."""
 _AGAIN_S = 0.2
@@ -58,8 +58,8 @@ Find = Callable[[], Awaitable[str]]
 """Returns the path of the decider's socket, once there is a decider."""
 
 
-class Away(ConnectionError):
-    """The decider is away."""
+class DeciderUnavailable(ConnectionError):
+    """The decider does not answer."""
 
 
 class Incompatible(ConnectionError):
@@ -67,7 +67,7 @@ class Incompatible(ConnectionError):
 
 
 class _Call:
-    """A request that the decider has been told of, and what it says to it."""
+    """A request submitted to the decider, and its queued replies."""
 
     def __init__(self) -> None:
         self.stop: asyncio.Timeout | None = None
@@ -124,7 +124,7 @@ class _Link(FrameProtocol):
         """Have the decider answer a request of HTTP.
 
         Raises:
-            Away: It is gone.
+            DeciderUnavailable: It is gone.
         """
         self._number = number = (self._number + 1) % (1 << 32)
         answer: asyncio.Future[bytes] = self._loop.create_future()
@@ -171,7 +171,7 @@ class _Link(FrameProtocol):
             call.hear((kind, payload))
 
     def lost(self) -> None:
-        """Let everybody know who waits."""
+        """Wake all waiters."""
         self.is_up = False
         self.decider.cancel()
         if self._counting is not None:
@@ -180,7 +180,7 @@ class _Link(FrameProtocol):
             call.hear(None)
         for answer in self._asked.values():
             if not answer.done():
-                answer.set_exception(Away())
+                answer.set_exception(DeciderUnavailable())
         self._on_leave()
 
     def _send_counts(self) -> None:
@@ -311,10 +311,10 @@ class Carrier:
         """Have the decider answer what it answers itself; return head and body.
 
         Raises:
-            Away: There is no decider.
+            DeciderUnavailable: There is no decider.
         """
         if self._link is None:
-            raise Away
+            raise DeciderUnavailable
         return read_http(await self._link.ask(write_http(head, body)))
 
     async def _serve_told(

@@ -45,18 +45,18 @@ class RemoteClock:
         self._window_ends_s = -math.inf
 
     def to_ours(self, told_s: float, received_s: float) -> float:
-        """Return a time of theirs by our clock; never later than it was received.
+        """Convert a remote timestamp to the local clock; never later than it was received.
 
         Args:
-            told_s: Unix time by their clock, seconds; the same one again changes nothing.
-            received_s: When it came, by ours.
+            told_s: Unix time by the remote clock, seconds; the same one again changes nothing.
+            received_s: When it came, by the local clock.
         """
         if told_s != self._told_s:
             self._take(told_s, received_s)
         return self.moved(told_s)
 
     def moved(self, told_s: float) -> float:
-        """Return a time of theirs by our clock, as far as is known by now."""
+        """Convert a remote timestamp to the local clock by what is known so far."""
         offset_s = min(self._offset_s, self._offset_before_s)
         return told_s + offset_s - min(max(offset_s, 0.0), DELIVERY_S)
 

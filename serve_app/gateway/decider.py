@@ -95,11 +95,11 @@ class CarriedPool:
         """
         carried = attempt.downstream
         assert isinstance(carried, _Carried)
-        await carried.have_answered(self.name, replica_id, attempt)
+        await carried.forward_to_carrier(self.name, replica_id, attempt)
 
 
 class _Carried:
-    """A request of a carrier: in the place of whoever asked."""
+    """A carrier's request, in place of a client connection."""
 
     def __init__(self, link: _Link, number: int) -> None:
         self.begun = False
@@ -109,7 +109,7 @@ class _Carried:
         self._headers: Headers = ()
         self.task: asyncio.Task[None] | None = None
 
-    async def have_answered(self, pool: str, replica_id: str, attempt: Attempt) -> None:
+    async def forward_to_carrier(self, pool: str, replica_id: str, attempt: Attempt) -> None:
         """Send the request to a replica; returns once it has answered."""
         self._attempt = attempt
         self._end = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""What can become of a request at a replica, and names of requests."""
+"""Errors of replicas, and request ids."""
 
 from __future__ import annotations
 

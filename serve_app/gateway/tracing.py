@@ -130,7 +130,7 @@ class Tracing:
         return b"traceparent: %b\r\n" % named["traceparent"].encode()
 
     def close(self) -> None:
-        """Hand on what there still is; may take seconds."""
+        """Flush pending spans; may take seconds."""
         self._provider.shutdown()
 
 

@@ -15,7 +15,7 @@ from serve_app.gateway.generation import RequestRejected
 from serve_app.gateway.sse import error_in
 from serve_app.http.answer_writer import EVENT_HEADERS
 from serve_app.http.connection import CallerConnection
-from serve_app.http.presence import Presence
+from serve_app.http.disconnect import CancelOnDisconnect
 from serve_app.http.reasons import kind_of, openai_error
 
 EVENTS = b"text/event-stream"
@@ -161,7 +161,7 @@ async def answer(
     every_s = gateway.cluster.gateway.sse_keep_alive_interval_s if request.call.stream else None
     downstream = AsgiDownstream(send, request, connection, every_s)
     downstream.comment()
-    with Presence(receive, connection) as caller:
+    with CancelOnDisconnect(receive, connection) as caller:
         try:
             await gateway.serve(request, service_class, downstream)
         except (Refused, RequestRejected, Unserved) as error:

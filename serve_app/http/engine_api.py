@@ -31,10 +31,10 @@ from serve_app.gateway.generation import new_id
 from serve_app.http.answer_writer import AnswerWriter, writer_of
 from serve_app.http.auth import Access, Denied
 from serve_app.http.connection import connection_of
+from serve_app.http.disconnect import CancelOnDisconnect
 from serve_app.http.generation_reader import Generation, GenerationReader
 from serve_app.http.intake import Intake, PendingBodies, TooMuch
 from serve_app.http.peek import read_fields
-from serve_app.http.presence import Presence
 from serve_app.http.reasons import BadRequest, kind_of, openai_error
 from tokenyard.routing.types import OrderKey
 
@@ -72,7 +72,7 @@ class EngineApi:
             generation = await self._read(scope["path"], headers, content)
             name = headers.get(_REQUEST_ID, b"").decode("latin-1") or f"req-{new_id()}"
             order_key = _order_key(headers)
-            presence = Presence(receive, connection_of(scope))
+            presence = CancelOnDisconnect(receive, connection_of(scope))
             await self._answer(generation, name, order_key, presence, send)
         except (BadRequest, EngineError) as error:
             refusal = await _refuse(Request(scope), error)
@@ -93,7 +93,7 @@ class EngineApi:
         generation: Generation,
         name: str,
         order_key: OrderKey | None,
-        presence: Presence,
+        presence: CancelOnDisconnect,
         send: Send,
     ) -> None:
         writer = writer_of(generation, name)

@@ -39,9 +39,9 @@ _NO_SYN = struct.pack(
 )
 _MOST_MS = 2**31 - 1
 _HAND_OVER_S = 0.5
-"""For callers who have connected to ask."""
+"""Grace period for connected clients to send a request during a hand-over, seconds."""
 _END_S = 2.0
-"""For connections to close once their answers are out."""
+"""Time for connections to close once their answers are sent, seconds."""
 
 
 class _Config(uvicorn.Config):

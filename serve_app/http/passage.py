@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve_app.gateway.carrier import Away, Carrier
+from serve_app.gateway.carrier import Carrier, DeciderUnavailable
 from serve_app.http import errors
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
@@ -51,7 +51,7 @@ class _Passage:
         body = (await receive())["body"]
         try:
             told, content = await self._carrier.ask(_head(scope), body)
-        except Away:
+        except DeciderUnavailable:
             await self._answer_alone(scope, receive, send)
             return
         headers = [(name.encode("latin-1"), value.encode("latin-1"))

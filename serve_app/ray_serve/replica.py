@@ -117,7 +117,7 @@ class EngineReplica:
 
 
 def _of_replica(limits: Limits) -> Limits:
-    """What the gateway may do, which is one caller and holds the limits of others already."""
+    """Limits for the gateway as the only client; limits per caller are enforced there."""
     most = max(limits.max_connections_per_address, 2 * limits.max_in_flight)
     changes = {
         "max_connections": max(limits.max_connections, most),

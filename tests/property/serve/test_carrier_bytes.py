@@ -140,7 +140,9 @@ def test_a_carrier_reads_any_bytes_and_lets_everybody_know_who_waits(runner, is_
         assert link.decider.done()
         assert await call.next() is None or call._said
         await asyncio.wait([asked])
-        assert asked.exception() is None or isinstance(asked.exception(), carrier.Away)
+        assert asked.exception() is None or isinstance(
+            asked.exception(), carrier.DeciderUnavailable
+        )
 
     runner.run(test())
     assert runner.failures == []

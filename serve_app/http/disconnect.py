@@ -1,4 +1,4 @@
-"""Whether whoever asked is still there: nobody generates for those who have left."""
+"""Cancels the task that answers when the client disconnects."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from starlette.types import Receive
 from serve_app.http.connection import CallerConnection
 
 
-class Presence:
-    """Cancels the task that answers as soon as its caller leaves, as a context.
+class CancelOnDisconnect:
+    """Cancels the task that answers when the client disconnects, as a context manager.
 
     The context ends without an error then, and `is_gone` says that nobody reads any more.
     """
@@ -27,7 +27,7 @@ class Presence:
         self._leaving: asyncio.Task[None] | None = None
         self.is_gone = False
 
-    def __enter__(self) -> Presence:
+    def __enter__(self) -> CancelOnDisconnect:
         """Begin to watch."""
         task = asyncio.current_task()
         assert task is not None

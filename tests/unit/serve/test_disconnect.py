@@ -7,8 +7,8 @@ import pytest
 
 from serve_app.cluster import Limits
 from serve_app.http.connection import connection_of
+from serve_app.http.disconnect import CancelOnDisconnect
 from serve_app.http.listener import Listener
-from serve_app.http.presence import Presence
 
 ASK = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\nab"
 
@@ -28,7 +28,9 @@ class Answering:
         assert connection.has_body
         num_before = len(asyncio.all_tasks())
         try:
-            with Presence(receive, connection if self.with_connection else None) as self.presence:
+            with CancelOnDisconnect(
+                receive, connection if self.with_connection else None
+            ) as self.presence:
                 self.num_tasks = len(asyncio.all_tasks()) - num_before
                 self.began.set()
                 await self.may_answer.wait()
