@@ -69,7 +69,7 @@ def test_what_a_call_that_failed_has_not_changed_counts_as_not_asked_for(observe
         raise RuntimeError("Serve's controller is away")
 
     observe("RUNNING", RUNNING=1)
-    monkeypatch.setattr(replica_sets.private, "scale_deployment", away)
+    monkeypatch.setattr(replica_sets.ray_private, "scale_deployment", away)
     monkeypatch.setattr(replica_sets.serve, "delete", away)
     monkeypatch.setattr(observe.sets, "_run", away)
     for count in (2, 0):
