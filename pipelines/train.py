@@ -244,7 +244,7 @@ def train_for_scenario(args: Args, name: str, console: Console) -> list[Row]:
         if study.searches is not None:
             one.policy.save(study.searches / f"{of}.npz")
         verdict: Row = {"policy": of, "sha256": one.policy.sha256, "accepted": int(one is best)}
-        rows.append({**verdict, **one.row})
+        rows.append({**one.row, **verdict})
     rows.sort(key=lambda row: float(row[CHANGE]))
     terms = ("cvar99", "violation", "tail_guard")
     table = Table("cvar99, violation, guard", "seed", *BESIDE_THE_RULE)

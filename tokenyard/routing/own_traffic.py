@@ -395,7 +395,7 @@ class OwnTraffic:
         refused = sum(bool(one[LOSSES]) for one in found)
         self.remarks.append(f"{len(searched)} searched, {refused} of them lose to a rule somewhere")
         chosen = choose(found, must_win=False)
-        if chosen is None or found[chosen][CHANGE] >= 0.0:
+        if chosen is None or float(found[chosen][CHANGE]) >= 0.0:
             return None
         return searched[chosen]
 

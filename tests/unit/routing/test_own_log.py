@@ -1,5 +1,6 @@
 """Training on a decision log: a world that is not as declared, and a poor policy that served it."""
 
+import functools
 import itertools
 import uuid
 from dataclasses import replace
@@ -263,13 +264,14 @@ def test_a_log_names_what_decided_in_its_last_part(log, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("small")
 def test_searches_begin_at_what_decides_only_if_that_is_better_than_the_best_rule(tmp_path):
     trace = load_model("azure_code").generate(900, np.random.default_rng(3), 4.0)
-    now = a_poor_policy()
-    traffic = Traffic(trace, "mixed", Choice("poor@1", now))
+    good = marginal_artifact(np.zeros(NUM_MARGINAL_WEIGHTS), scenario=SCENARIO, slo_response_s=15.0)
+    traffic = Traffic(trace, "mixed", Choice("good@1", good))
     own = OwnTraffic(traffic, tmp_path / "mine.json", 5, 0.8)
-    ranked = sorted(own._replay.rules, key=lambda one: own._replay._score(one, 1, "score"))
-    from_worst, from_best = (own._start(ranked[place]) for place in (0, -1))
-    assert from_worst.start == tuple(now.arrays["weights"])
-    assert from_best.start != from_worst.start
+    score = functools.partial(own._replay._score, count=1, by="score")
+    assert own._start(min(own._replay.rules, key=score)).start == (0.0,) * NUM_MARGINAL_WEIGHTS
+    own._now = Choice("poor@1", a_poor_policy())
+    begun = own._start(max(own._replay.rules, key=score)).start
+    assert begun[:NUM_MARGINAL_WEIGHTS] != tuple(a_poor_policy().arrays["weights"])
     assert sum("searches begin there" in one for one in own.remarks) == 1
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tyro
 
 from pipelines import train
 from tokenyard.routing import own_traffic
@@ -176,3 +177,24 @@ def test_a_scenario_file_gives_servers_and_slos(tmp_path: Path) -> None:
     assert own.scenario.slo_response_s == 3.0
     assert own.scenario.name == "mine"
     assert own.scenario.arrivals.rate_per_s == pytest.approx(2.0, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("", "give --trace and --fleet, --log and one of"),
+        ("--trace mine.csv", "give --trace and --fleet"),
+        ("--log x --fleet mixed --scenario emulated", "give --trace and --fleet"),
+        ("--trace mine.csv --fleet mixed --registry x", "a trace does not go with --registry$"),
+        ("--log x --fleet mixed --seeds 3", "the log of a fleet does not go with --seeds$"),
+        ("--log x --scenario emulated --block-tokens 16", "a scenario .* go with --block-tokens$"),
+        ("--scenario emulated --now sed --minutes 3", "without a log .* with --now, --minutes$"),
+        ("--scenario abilene", "abilene is of regions: train it with sweep.py"),
+        ("--scenario l4x4_7b", "l4x4_7b is of allocation: train it with sweep.py"),
+        ("--scenario emulated --out x.csv", "--out x.csv must end in .npz"),
+    ],
+)
+def test_options_that_do_not_go_together_end_with_one_sentence(options: str, reason: str) -> None:
+    args = tyro.cli(train.Args, args=options.split())
+    with pytest.raises(SystemExit, match=f"^train: .*{reason}"):
+        train.main(args)
