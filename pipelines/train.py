@@ -27,10 +27,10 @@ from rich.table import Table
 
 from tokenyard.allocation.artifact import champion_or_planner
 from tokenyard.allocation.own_demand import fit_planner
-from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.telemetry import read_telemetry
 from tokenyard.artifact import model_name
-from tokenyard.problem import Artifact, Row, find_problem
+from tokenyard.problem import Row, TrainedPolicy, find_problem
 from tokenyard.provenance import ResultFile, command_line, lineage, write_result
 from tokenyard.registry import connect, mlflow_lookup, offer
 from tokenyard.routing import search_study
@@ -196,7 +196,9 @@ def with_verdict(row: Row, choice: Choice, traffic: Traffic) -> Row:
     return {**row, **told, "accepted": int(row["policy"] == choice.name)}
 
 
-def keep(args: Args, problem: str, scenario: str, artifact: Artifact, console: Console) -> None:
+def keep(
+    args: Args, problem: str, scenario: str, artifact: TrainedPolicy, console: Console
+) -> None:
     """Write what is accepted, and register it."""
     if args.out is not None:
         artifact.save(args.out)

@@ -149,7 +149,7 @@ class Choice:
     def runs(self, scenario: Scenario, streams: StreamSet) -> list[Run]:
         """Run it over streams."""
         if self.artifact is None:
-            return rule_runs(self.name, scenario, streams)
+            return rule_runs(PROBLEM, self.name, scenario, streams)
         return artifact_runs(scenario, streams, self.artifact)
 
     def check(self, scenario: Scenario, trace: Trace) -> None:
@@ -160,10 +160,8 @@ class Choice:
                 and the trace holds none.
         """
         if self.artifact is None:
-            if (
-                needs_of(RuleName.parse(self.name).base) == Needs.PREFIX_CACHE
-                and trace.prefix_hashes is None
-            ):
+            needs = needs_of(RuleName.parse(self.name).base)
+            if needs == Needs.PREFIX_CACHE and trace.prefix_hashes is None:
                 raise ValueError(
                     f"the rule {self.name} decides today and goes by prefixes: the requests come "
                     "without prompts, so there is nothing to compare with"
