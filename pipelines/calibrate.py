@@ -5,8 +5,8 @@
     python pipelines/calibrate.py --iterations FILE  the profile of your own engine instead
     python pipelines/calibrate.py --url http://127.0.0.1:8000 --out mine.yaml
         a scenario of the replicas behind a running gateway, with the profiles that it has of them,
-        measured or declared: simulate them (evaluate.py --scenario mine.yaml), search a policy for
-        them (search.py policy)
+        measured or declared: simulate them (evaluate.py --scenario mine.yaml), train a policy for
+        them (train.py --fleet mine.yaml)
 
 FILE has the columns prefill_tokens, decoding_sequences, kv_tokens and time_s, one iteration a row.
 Kernels and collectives: Vidur, github.com/microsoft/vidur data/profiling, MIT licence.

@@ -1,19 +1,21 @@
-"""Tune the hand rules that have parameters for a scenario, of routing or of allocation.
+"""Tune the hand rules that have parameters, of any problem.
 
     python pipelines/tune_baselines.py --scenario poisson_085
     python pipelines/tune_baselines.py --scenario a100x8_13b
+    python pipelines/tune_baselines.py --suite regions --only skylb,ot_slack
 
 Writes tokenyard/scenarios/tuned/<problem>/<scenario>.json, which ships with the package. All of it
 is learned from training streams: of routing also the knobs of public routers' rules, where their
-signals exist (docs/rules.md); of allocation the best static plan and autoscalers.
+signals exist (docs/rules.md); of allocation the best static plan and autoscalers. Rules of regions
+are tuned over drawn layouts of all scenarios together, and their knobs are printed only.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import tyro
 from rich.console import Console
@@ -26,6 +28,9 @@ from tokenyard.allocation.tuning import tune_allocation
 from tokenyard.config import at_least_one
 from tokenyard.problem import PROBLEMS, AnyProblem, Row, find_problem
 from tokenyard.provenance import ResultFile, command_line, write_result
+from tokenyard.regions.policies import RECIPES
+from tokenyard.regions.scenario import RegionScenario
+from tokenyard.regions.search import KnobSearch, RegionSearchConfig
 from tokenyard.routing.policies.public import PUBLIC_RULES, TUNED_PREFIX
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, TunedRules, load_tuned
 from tokenyard.routing.scenario import Scenario
@@ -33,6 +38,12 @@ from tokenyard.routing.tuning import tune_loads, tune_orders, tune_public_rules,
 
 TUNED = Path(tokenyard.__file__).parent / "scenarios" / "tuned"
 ONLY = {"public": tune_public_rules, "orders": tune_orders, "loads": tune_loads}
+COLUMNS = {
+    "routing": ("score", "score, s"),
+    "allocation": ("score", "score, $ per slot"),
+    "regions": ("validation_cost_over_start", "cost over untuned"),
+}
+"""Of every problem the key by which rules are tuned, and its heading."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +60,41 @@ class Args:
     requests: int | None = None
     """Requests per stream; the scenario's own number when it is left out."""
     seed: int = 0
-    """Of the training streams."""
+    """Of the training streams, or of the layouts of regions."""
     out: Path | None = None
     """Folder of the parameter files; by default that of the package."""
-    only: Literal["public", "orders", "loads"] | None = None
-    """Tune the rules of public routers alone, or the orders, beside what the file has of others; or
-    only score what may ship at several loads."""
+    only: str | None = None
+    """Of routing `public`, the rules of public routers, or `orders`, beside what the file has of
+    others; or `loads`: score what may ship at several loads. Of regions names of rules, separated
+    by commas."""
     json: ResultFile | None = None
     """Write the result rows to this file."""
+
+
+def tune_regions(
+    scenarios: Sequence[RegionScenario], rules: Sequence[str], seed: int,
+    config: RegionSearchConfig | None = None,
+) -> list[Row]:  # fmt: skip
+    """A row for each rule, tuned over all scenarios.
+
+    Raises:
+        ValueError: A rule is unknown, or has no knobs.
+    """
+    rows: list[Row] = []
+    searches = [KnobSearch(name, scenarios, config, seed) for name in rules]
+    for name, search in zip(rules, searches, strict=True):
+        while search.generation < search.config.num_generations:
+            search.step()
+        knobs = search.knobs(search.mean)
+        live = {f"live_{key}": value for key, value in asdict(knobs.live).items()}
+        found = {"cap": knobs.cap, "smoothing": knobs.smoothing, **live}
+        told = ", ".join(f"{key} {value:.3g}" for key, value in found.items())
+        names = ",".join(one.name for one in scenarios)
+        rows.append(
+            {"scenario": names, "policy": name, "parameters": told,
+             "validation_cost_over_start": search.validate(), **found}
+        )  # fmt: skip
+    return rows
 
 
 def tune(args: Args, scenario: Scenario | AllocationScenario) -> tuple[str, list[Row]]:
@@ -127,14 +165,20 @@ def names_of(args: Args) -> tuple[AnyProblem, list[str]]:
     """What is tuned.
 
     Raises:
-        ValueError: Unknown suite, or a problem whose rules have no parameters.
+        ValueError: Unknown suite, or a choice of rules that the problem does not have.
     """
     if args.scenario is None and args.suite is None:
         problem = PROBLEMS["routing"]()
+    else:
+        problem = find_problem(args.scenario, args.suite)
+    if problem.name == "routing" and args.only is not None and args.only not in ONLY:
+        raise ValueError(f"--only {args.only}: of routing it is one of {sorted(ONLY)}")
+    if problem.name == "allocation" and args.only is not None:
+        raise ValueError("--only is not for allocation: its rules are tuned together")
+    if problem.name == "regions" and args.out is not None:
+        raise ValueError("--out is not for regions: knobs are printed, and written with --json")
+    if args.scenario is None and args.suite is None:
         return problem, problem.scenario_names()
-    problem = find_problem(args.scenario, args.suite)
-    if problem.name not in ("routing", "allocation"):
-        raise ValueError(f"rules of {problem.name} have no parameters to tune")
     return problem, list(problem.suites[args.suite]) if args.suite else [str(args.scenario)]
 
 
@@ -144,19 +188,24 @@ def main(args: Args) -> None:
         at_least_one("--streams", args.streams)
         problem, names = names_of(args)
         out = args.out or TUNED / problem.name
-        out.mkdir(parents=True, exist_ok=True)
+        if problem.name == "regions":
+            tunable = [name for name, recipe in RECIPES.items() if recipe.tunable]
+            rules = tunable if args.only is None else args.only.split(",")
+            rows = tune_regions([problem.load_scenario(one) for one in names], rules, args.seed)
+            names = []
         for name in names:
+            out.mkdir(parents=True, exist_ok=True)
             scenario = problem.load_scenario(name)
             text, some = tune(args, scenario)
             (out / f"{scenario.name}.json").write_text(text + "\n", encoding="utf-8")
             rows += some
     except ValueError as error:
         sys.exit(f"tune_baselines: {error}")
-    score = "score, s" if problem.name == "routing" else "score, $ per slot"
-    table = Table("scenario", "policy", "parameters", score, title="Tuned on training streams")
+    key, heading = COLUMNS[problem.name]
+    table = Table("scenario", "policy", "parameters", heading, title="Tuned on training streams")
     for row in rows:
         cells = [str(row[key]) for key in ("scenario", "policy", "parameters")]
-        table.add_row(*cells, f"{row['score']:.3f}")
+        table.add_row(*cells, f"{row[key]:.3f}")
     Console().print(table)
     if args.json:
         write_result(args.json, command_line(), args.seed, rows)

@@ -63,8 +63,6 @@ class Kind(Generic[ArtifactT]):
     """Raises ValueError where the arrays do not fit the metadata."""
     policy: Callable[..., Any]
     """Makes the policy of an artifact, with what else the problem gives it."""
-    is_finetuned: bool = False
-    """Whether `pipelines/finetune.py` goes on from it."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,7 @@ Source: Rubinstein 1999 (cross-entropy method); the fading extra noise is of Szi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ class CrossEntropy:
         seed: int = 0,
         noise: float = 0.0,
         noise_unit: FloatArray | float = 1.0,
-        num_generations: int | None = None,
+        num_generations: int,
     ) -> None:
         """Begin before the first generation.
 
@@ -44,7 +43,7 @@ class CrossEntropy:
             seed: Of `rng`.
             noise: Spread added to that of the elites, in units of `noise_unit`.
             noise_unit: One for all parameters, or one for each.
-            num_generations: Generations over which the noise fades to nothing; None: it stays.
+            num_generations: Generations over which the noise fades to nothing.
         """
         self.seed, self.generation = seed, 0
         self.mean: FloatArray = mean.copy()
@@ -57,16 +56,10 @@ class CrossEntropy:
         """Make the generator of this generation, whatever was drawn before it."""
         return np.random.default_rng([self.seed, self.generation])
 
-    def draw(self, rng: np.random.Generator, known: Sequence[FloatArray] = ()) -> FloatArray:
-        """Draw a generation of candidates, shape (population, parameters).
-
-        Args:
-            rng: What they are drawn with.
-            known: Parameters to be tried as well. They come second, after the centre.
-        """
+    def draw(self, rng: np.random.Generator) -> FloatArray:
+        """Draw a generation of candidates, the centre first, shape (population, parameters)."""
         candidates = rng.normal(self.mean, self.std, (self._population, len(self.mean)))
-        for place, one in enumerate((self.mean, *known)):
-            candidates[place] = one
+        candidates[0] = self.mean
         return candidates
 
     def update(self, candidates: FloatArray, costs: FloatArray) -> None:
@@ -78,9 +71,7 @@ class CrossEntropy:
         """
         elites = candidates[np.argsort(costs, kind="stable")[: self._num_elites]]
         self.generation += 1
-        fade = 1.0
-        if self._num_generations is not None:
-            fade = max(0.0, 1.0 - self.generation / self._num_generations)
+        fade = max(0.0, 1.0 - self.generation / self._num_generations)
         self.mean = elites.mean(axis=0)
         self.std = elites.std(axis=0) + self._noise * fade * self._noise_unit
 
@@ -97,56 +88,3 @@ class CrossEntropy:
         """Go back to a `state`."""
         self.seed, self.generation = state["seed"], state["generation"]
         self.mean, self.std = np.array(state["mean"]), np.array(state["std"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinetuneConfig:
-    """How a log is cut, and for routing how wide and how long to search from a champion."""
-
-    windows: int = 10
-    """Into which a router's log is cut. Replicas are empty where one begins: let them be long."""
-    held_out: float = 0.4
-    """Share of the log, the last part, that judges."""
-    generations: int = 12
-    """Of a router's search."""
-    population: int = 24
-    """Candidates in a generation."""
-    spread: float | None = None
-    """Of the first generation around the champion, in units of the SLO per feature (0.1)."""
-    behaviour: float = 0.05
-    """Price of changing every logged decision of a router, as a share of the cost."""
-    seed: int = 0
-
-
-def minimise(
-    search: CrossEntropy,
-    cost: Callable[[FloatArray], float],
-    rng: np.random.Generator,
-    num_generations: int,
-    known: Sequence[FloatArray] = (),
-    tolerance: float = 0.0,
-) -> tuple[FloatArray, list[float]]:
-    """Search a cost that is the same in every generation, as that of a logged stretch is.
-
-    Args:
-        search: Where to begin; it is advanced.
-        cost: Of parameters.
-        rng: Draws all candidates.
-        num_generations: How long to search.
-        known: Parameters that every generation tries as well.
-        tolerance: By how much the centre may cost more than the best candidate.
-
-    Returns:
-        The centre, which is less of a lucky draw, or the best candidate where that is better by
-        more than the tolerance; and the least cost of every generation.
-    """
-    found, least = search.mean, cost(search.mean)
-    curve = []
-    for _ in range(num_generations):
-        candidates = search.draw(rng, known)
-        costs = np.array([cost(one) for one in candidates])
-        if costs.min() < least:
-            found, least = candidates[costs.argmin()], float(costs.min())
-        search.update(candidates, costs)
-        curve.append(float(costs.min()))
-    return (search.mean if cost(search.mean) <= least + tolerance else found), curve

@@ -1,4 +1,4 @@
-"""The one thing that sweeping, evaluating, tuning, fine-tuning and serving know of a problem.
+"""The one thing that sweeping, evaluating, tuning, training and serving know of a problem.
 
 Tokenyard learns to route requests, to allocate GPUs and to divide demand over regions. Each is a
 `Problem`: it names its scenarios and policies, draws streams, runs policies over them and says

@@ -1,7 +1,7 @@
 """Who becomes champion: what beats every rival on fresh streams, and loses at no gate.
 
-A sweep asks here before the alias moves. `pipelines/search.py`, which makes the artifacts that
-ship, asks the same gate. A canary is promoted by a person, on what live requests have shown.
+A sweep asks here before the alias moves. `pipelines/train.py --scenario`, which makes the artifacts
+that ship, asks the same gate. A canary is promoted by a person, on what live requests have shown.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ ARTIFACT_FOLDER = "policy"
 ARTIFACT_FILE = "artifact.npz"
 """The policy in it, and in every checkpoint of a trial."""
 _HASH_TAG = "sha256"
-_OFFERS, _PROMOTIONS = "tokenyard-finetune", "tokenyard-promotions"
+_OFFERS, _PROMOTIONS = "tokenyard-train", "tokenyard-promotions"
 """MLflow experiments of policies that no sweep has logged."""
 
 

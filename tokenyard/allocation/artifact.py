@@ -113,7 +113,6 @@ KINDS: dict[str, AllocationKind] = {
     "planner": AllocationKind(
         check=_check_planner,
         policy=lambda it: ForecastPlanner(it.metadata.scenario, it.forecaster),
-        is_finetuned=True,
     ),
     "table": AllocationKind(check=_check_table, policy=_table),
     "hybrid_network": AllocationKind(

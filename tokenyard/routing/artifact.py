@@ -231,7 +231,7 @@ def _policy_of(plain: type[ScoringPolicy], ordered: type[ScoringPolicy]) -> Make
 KINDS: dict[str, RoutingKind] = {
     "marginal": RoutingKind(
         _check_marginal, _policy_of(MarginalPolicy, OrderedMarginalPolicy), run=_run_linear,
-        is_finetuned=True, needs_engine=_learned_on_batches,
+        needs_engine=_learned_on_batches,
     ),
     "mlp": RoutingKind(
         _check_mlp, _policy_of(NetworkPolicy, OrderedNetworkPolicy), run=_run_network,

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from tokenyard.problem import Row
 from tokenyard.routing.artifact import PolicyArtifact, rule_for
 from tokenyard.routing.gate import (
     FULL_LOAD,
     NUM_STREAMS,
-    TOLERANCE,
     Gate,
     gate_streams,
     rivals,
@@ -28,7 +28,11 @@ from tokenyard.routing.validation import policy_runs
 LOSSES, WINS, CHANGE = "losses", "wins", "delta_mean_over_parts"
 """Keys of how often a policy loses at the gate, whether it beats the best rule at the scenario's
 load (0 or 1), and the mean over parts of the difference to that rule's mean response time."""
-_TOLD = ("mean_response_s", "p99_response_s", "slo_violation_fraction")
+_KEPT = (
+    "mean_response_s", "p99_response_s", "slo_violation_fraction",
+    *(key for one in COMPARED for key in one.delta_keys), LOSSES, WINS, CHANGE,
+)  # fmt: skip
+"""What of it goes into a policy's metadata."""
 
 
 class Judge:
@@ -43,7 +47,6 @@ class Judge:
         num_streams: int = NUM_STREAMS,
         rules: Sequence[str] = (),
         recorded: StreamSet | None = None,
-        p99_margin: float = TOLERANCE,
     ) -> None:
         """Draw the streams and run the rules on them.
 
@@ -53,27 +56,25 @@ class Judge:
             rules: The first is to be beaten; none: `rivals`, whose first is what decides without a
                 champion.
             recorded: Streams in place of the scenario's recorded training part.
-            p99_margin: By how much the p99 may exceed that rule's, as a fraction, at the upper end
-                of the interval.
         """
-        self._source, self._p99_margin = source, p99_margin
+        self._source = source
         names = rules or rivals(source.scenario)
         self.bar = names[0]
         """The rule to be beaten."""
         parts = gate_streams(source, num_streams, recorded=recorded)
         self._gate = Gate(PROBLEM, source, names, parts)
 
-    def __call__(self, policy: PolicyArtifact | Decide) -> dict[str, float]:
-        """What a policy does at the scenario's load, and how it stands beside the rules."""
+    def __call__(self, policy: PolicyArtifact | Decide) -> Row:
+        """A policy's row at the scenario's load, and how it stands beside the rules."""
         scenario = self._source.scenario
         rows = self._gate(lambda streams: policy_runs(scenario, streams, policy))
         beside = [row for row in rows if row["baseline"] == self.bar]
         at_load = next(row for row in beside if row["part"] == FULL_LOAD)
-        told = [*_TOLD, *(key for one in COMPARED for key in one.delta_keys)]
         losses = sum(int(row["loses"]) for row in rows) + sum(map(tail_is_longer, beside))
-        return {key: float(at_load[key]) for key in told} | {
+        return {
+            **at_load,
             LOSSES: float(losses),
-            WINS: float(wins(at_load, self._p99_margin)),
+            WINS: float(wins(at_load)),
             CHANGE: float(np.mean([float(row["delta_mean_fraction"]) for row in beside])),
         }
 
@@ -96,9 +97,10 @@ def choose(found: Sequence[Mapping[str, Any]], must_win: bool = True) -> int | N
     return min(passing, key=lambda index: float(found[index][CHANGE]), default=None)
 
 
-def recorded(found: Mapping[str, float]) -> dict[str, float]:
+def recorded(found: Row) -> dict[str, float]:
     """What of it goes into a policy's metadata: of few streams some intervals are not known."""
-    return {key: value for key, value in found.items() if math.isfinite(value)}
+    kept = {key: float(found[key]) for key in _KEPT}
+    return {key: value for key, value in kept.items() if math.isfinite(value)}
 
 
 def refused(scenario: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,18 +148,28 @@ def server_indices(decisions: Sequence[LoggedDecision]) -> IntArray:
     return np.array([number[decision.replica_id] for decision in decisions], dtype=np.int64)
 
 
-def _window(decisions: Sequence[LoggedDecision], server: IntArray) -> Window:
+def served_policy(decisions: Sequence[LoggedDecision]) -> str:
+    """`name@sha256` of the policy that placed most of the logged requests."""
+    ((label, _),) = Counter(one.policy for one in decisions).most_common(1)
+    return label
+
+
+def trace_of(decisions: Sequence[LoggedDecision]) -> Trace:
+    """What was asked, from the first arrival on, with the true output lengths."""
     arrival_s = np.array([one.request.arrival_s for one in decisions])
-    done = np.array([one.outcome in _DONE for one in decisions])
-    trace = Trace(
+    return Trace(
         arrival_s - arrival_s[0],
         np.array([one.request.context_tokens for one in decisions], dtype=np.int64),
         np.array([max(one.output_tokens, 1) for one in decisions], dtype=np.int64),
     )
+
+
+def _window(decisions: Sequence[LoggedDecision], server: IntArray) -> Window:
+    done = np.array([one.outcome in _DONE for one in decisions])
     response_s = np.array([one.response_s for one in decisions])
     ttft_s = np.array([one.ttft_s for one in decisions])
-    keys = _order_keys(decisions)
-    return Window(trace, server, np.where(done, response_s, np.nan), ttft_s, keys - arrival_s[0])
+    keys = _order_keys(decisions) - decisions[0].request.arrival_s
+    return Window(trace_of(decisions), server, np.where(done, response_s, np.nan), ttft_s, keys)
 
 
 def _order_keys(decisions: Sequence[LoggedDecision]) -> FloatArray:

@@ -56,13 +56,13 @@ def loses(row: Row) -> bool:
     return worse and not buys
 
 
-def wins(row: Row, p99_margin: float) -> bool:
+def wins(row: Row) -> bool:
     """Whether the mean is lower for certain, and nothing is paid for it in the tail or in SLOs.
 
     Neither interval of the 99th percentile and of SLO violations lies above zero, and that of the
-    99th percentile ends at `p99_margin` or below.
+    99th percentile ends at `TOLERANCE` or below.
     """
-    tail = _end(row, "p99", "low") <= 0.0 and _end(row, "p99", "high") <= p99_margin
+    tail = _end(row, "p99", "low") <= 0.0 and _end(row, "p99", "high") <= TOLERANCE
     return _end(row, "mean", "high") < 0.0 and tail and _end(row, "slo", "low") <= 0.0
 
 

@@ -1,18 +1,15 @@
-"""What a policy would do to the whole cluster: the logged requests again, through a fitted twin.
+"""The replicas that a gateway's log tells of, as fast as they were.
 
-A decision changes how long others wait, so decisions cannot be judged one by one: the outcome of
-one depends on those before it (interference). What a log does tell is what arrived, how long the
-answers were, and how fast the replicas worked under the decisions that were made. `fit_speeds`
-lets the simulator repeat exactly those decisions, with requests waiting by the keys that were
-logged, and corrects the speed of every replica until answers take as long as they did; `difference`
-then runs two policies over the logged requests in that twin, paired window by window. What the twin
-still gets wrong about what was logged widens the interval.
+A log tells what arrived, how long the answers were, and how fast the replicas worked under the
+decisions that were made. `fit_speeds` lets the simulator repeat exactly those decisions, with
+requests waiting by the keys that were logged, and corrects the speed of every replica until answers
+take as long as they did. What a policy would do to the cluster is then found by running it there:
+decisions cannot be judged one by one, since each changes how long others wait.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +20,6 @@ from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator.batching import BatchingOutcomes
 from tokenyard.routing.simulator.run import Run, repeating, run_each
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource
-from tokenyard.statistics.intervals import Interval, t_interval
 from tokenyard.types import FloatArray, IntArray
 from tokenyard.workload.trace import Trace
 
@@ -109,34 +105,6 @@ def fit_speeds(scenario: Scenario, windows: Sequence[Window]) -> Twin:
     both = np.isfinite(simulated_s) & np.isfinite(logged_s)
     error = abs(float(simulated_s[both].mean() / logged_s[both].mean()) - 1.0)
     return Twin(twin, factors, error)
-
-
-def fingerprint(twin: Twin) -> str:
-    """Short hash of the replicas as they were fitted."""
-    return hashlib.sha256(twin.scenario.model_dump_json().encode()).hexdigest()[:12]
-
-
-PolicyRuns = Callable[[Scenario, StreamSet], Sequence[Run]]
-"""Runs a policy over streams."""
-
-
-def values(twin: Twin, windows: Sequence[Window], run: PolicyRuns) -> FloatArray:
-    """Mean response of a policy in every window, seconds, shape (num_windows,)."""
-    runs = run(twin.scenario, streams_of(twin.scenario, windows))
-    return np.array([metrics.mean(one.outcomes.offered_response_s) for one in runs])
-
-
-def difference(twin: Twin, ours_s: FloatArray, theirs_s: FloatArray) -> Interval:
-    """Relative difference of two policies' mean responses, with its 95 % interval.
-
-    Args:
-        twin: Where they were run; its error on what was logged widens the interval.
-        ours_s: `values` of one policy, shape (num_windows,).
-        theirs_s: Of the other, on the same windows.
-    """
-    paired = t_interval(ours_s - theirs_s).over(float(theirs_s.mean()))
-    margin = abs(paired.estimate) * twin.error_fraction
-    return Interval(paired.estimate, paired.low - margin, paired.high + margin)
 
 
 def streams_of(scenario: Scenario, windows: Sequence[Window]) -> StreamSet:

@@ -12,36 +12,58 @@ The last part of the trace judges, once. What a search made is kept if its mean 
 below that of the best rule with an interval below zero, and neither its 99th percentile nor its
 SLO violations are higher with an interval above `tokenyard.routing.gate.TOLERANCE`; else the best
 rule is. That gives way to the default rule where it loses to it there.
+
+Where it is known what decides today, as from a decision log, that is judged with the others: what a
+search made has to beat it, too, and the best rule gives way to it where it loses. Searches go on
+from a policy of weights that decides today if it is better than the best rule on the first part.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
+from tokenyard.artifact import NoChampionError, RegistryLookup
 from tokenyard.config import fitted, read_fields
 from tokenyard.evaluation import compare
 from tokenyard.problem import Row
 from tokenyard.provenance import lineage
-from tokenyard.routing.artifact import DEFAULT_RULE, PolicyArtifact, lineage_of
+from tokenyard.routing.artifact import (
+    DEFAULT_RULE,
+    KINDS,
+    PolicyArtifact,
+    lineage_of,
+    resolve_champion,
+)
 from tokenyard.routing.choice import CHANGE, LOSSES, Judge, choose
+from tokenyard.routing.decision_log import (
+    fleet_of,
+    read_log,
+    served_policy,
+    trace_of,
+    windows_of,
+)
 from tokenyard.routing.fleet import Randomisation
-from tokenyard.routing.gate import MOST_LOAD, load_factors, loses, tail_is_longer
+from tokenyard.routing.gate import MOST_LOAD, load_factors, loses, rule_runs, tail_is_longer
+from tokenyard.routing.log_replay import fit_speeds
+from tokenyard.routing.policies import is_rule
+from tokenyard.routing.policies.learned import order_weights
+from tokenyard.routing.policies.public import Needs, needs_of
 from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.rule_replay import Replay
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig, linear_weights, started_at
 from tokenyard.routing.search_study import OBJECTIVES
-from tokenyard.routing.simulator import Decide
+from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, trace_streams
-from tokenyard.routing.validation import policy_runs
+from tokenyard.routing.validation import NAMES, artifact_runs
 from tokenyard.workload.fit import fit_own
 from tokenyard.workload.trace import Trace
 
@@ -63,12 +85,15 @@ _CHOICE_STREAMS, _MOST_WINDOWS = 10, 30
 _MODEL_STEP_S = 1.0
 
 
-def own_scenario(fleet: str, workload: Path, trace: Trace, load: float | None) -> Scenario:
+def own_scenario(
+    fleet: str | Scenario, workload: Path, trace: Trace, load: float | None
+) -> Scenario:
     """Put a trace's traffic on a fleet.
 
     Args:
         fleet: Name of a fleet that ships, or a YAML file: a fleet as in `scenarios/fleets`, or a
-            scenario, whose servers and SLOs are taken (what `calibrate.py --url` writes).
+            scenario, whose servers and SLOs are taken (what `calibrate.py --url` writes); or a
+            scenario that was read.
         workload: The traffic model fitted to the trace.
         trace: Whose rate is offered.
         load: Offered load in place of the trace's own.
@@ -76,7 +101,10 @@ def own_scenario(fleet: str, workload: Path, trace: Trace, load: float | None) -
     Raises:
         ValueError: The file is none of both, or the trace asks for more than the fleet can do.
     """
-    given = read_fields(fleet, "fleet", "tokenyard", "scenarios/fleets")
+    if isinstance(fleet, Scenario):
+        given, fleet = fleet.model_dump(), fleet.name
+    else:
+        given = read_fields(fleet, "fleet", "tokenyard", "scenarios/fleets")
     if not ({"fleet", "servers"} & given.keys()):
         raise ValueError(f"fleet {fleet}: the file has neither `fleet` nor `servers`")
     kept = {k: v for k, v in given.items() if k not in ("sessions", "held_out_trace", "arrivals")}
@@ -98,16 +126,124 @@ def own_scenario(fleet: str, workload: Path, trace: Trace, load: float | None) -
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate: a rule by its name, or what a search made."""
+    """A rule by its name, or a trained policy."""
 
     name: str
-    policy: PolicyArtifact | Decide
-    """The policy file, or what runs the rule."""
+    artifact: PolicyArtifact | None = None
+    """The policy; None: a rule, which needs no file."""
 
-    @property
-    def artifact(self) -> PolicyArtifact | None:
-        """The policy file; None: a rule needs none."""
-        return self.policy if isinstance(self.policy, PolicyArtifact) else None
+    @classmethod
+    def named(cls, policy: str) -> Choice:
+        """What a name or the path of a policy file means.
+
+        Raises:
+            ValueError: It is neither.
+        """
+        if policy.endswith(".npz"):
+            artifact = PolicyArtifact.load(policy)
+            return cls(f"{Path(policy).stem}@{artifact.sha256}", artifact)
+        if not is_rule(policy):
+            raise ValueError(f"{policy} is no rule, and no policy file (.npz)")
+        return cls(policy)
+
+    def runs(self, scenario: Scenario, streams: StreamSet) -> list[Run]:
+        """Run it over streams."""
+        if self.artifact is None:
+            return rule_runs(PROBLEM, self.name, scenario, streams)
+        return artifact_runs(scenario, streams, self.artifact)
+
+    def check(self, scenario: Scenario, trace: Trace) -> None:
+        """Refuse what cannot be compared on this traffic.
+
+        Raises:
+            ValueError: It is tuned for another scenario, for other replicas, or goes by prefixes
+                and the trace holds none.
+        """
+        if self.artifact is None:
+            needs = needs_of(RuleName.parse(self.name).base)
+            if needs == Needs.PREFIX_CACHE and trace.prefix_hashes is None:
+                raise ValueError(
+                    f"the rule {self.name} decides today and goes by prefixes: the requests come "
+                    "without prompts, so there is nothing to compare with"
+                )
+            PROBLEM.candidate(scenario, self.name)
+            return
+        num, batches = self.artifact.metadata.num_replicas, self.artifact.needs_engine
+        if num not in (None, scenario.num_servers) or batches not in (None, bool(scenario.fleet)):
+            raise ValueError(f"{self.name}, which decides today, is for other replicas")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a policy is trained for."""
+
+    trace: Trace
+    """Requests in their own time."""
+    fleet: str | Scenario
+    """As of `own_scenario`."""
+    now: Choice | None = None
+    """What decides today; None: nobody knows."""
+    lineage: Mapping[str, str] = field(default_factory=dict)
+    """Where the requests come from."""
+    remarks: tuple[str, ...] = ()
+    """What was found while they were read, in sentences."""
+    twin_error_fraction: float | None = None
+    """How far the simulator that repeats the logged decisions is off the logged mean response, as a
+    fraction; None: no replicas were fitted."""
+
+
+def logged_traffic(
+    folder: Path, fleet: str | Scenario, now: Choice | None = None,
+    registry: RegistryLookup | None = None,
+) -> Traffic:  # fmt: skip
+    """What a gateway was asked, on the replicas of a fleet or on those that were logged.
+
+    Args:
+        folder: Of the decision log.
+        fleet: As of `own_scenario`. Of a scenario that was read the SLOs count: replicas are those
+            of the log, as fast as they were in its first part.
+        now: What decides today; None: what placed most requests of the log's last part.
+        registry: Where the scenario's champion is looked up, if it was that.
+
+    Raises:
+        ValueError: The log cannot be read, or does not suit the scenario.
+    """
+    decisions, digest = read_log(folder)
+    num_learned = int(LEARNED_SHARE * len(decisions))
+    label = served_policy(decisions[num_learned:])
+    now = now or _served(label, fleet, registry)
+    told = f"{label}, which served the log, is not compared: give its file with --now"
+    traffic = Traffic(
+        trace_of(decisions), fleet, now, {"log_sha256": digest, "served": label},
+        () if now else (told,),
+    )  # fmt: skip
+    if not isinstance(fleet, Scenario):
+        return traffic
+    declared = fleet_of(decisions, fleet, fleet.name)
+    num_windows = max(1, num_learned // _REPLAYED)
+    twin = fit_speeds(declared, windows_of(decisions[:num_learned], num_windows))
+    factors, error = twin.speed_factors.round(2).tolist(), twin.error_fraction
+    remark = (
+        f"replicas of the log: iterations take {factors} times as long as declared; the simulator "
+        f"that repeats its decisions is off by {error:.1%}"
+    )
+    return replace(
+        traffic, fleet=twin.scenario, remarks=(remark, *traffic.remarks), twin_error_fraction=error
+    )
+
+
+def _served(label: str, fleet: str | Scenario, registry: RegistryLookup | None) -> Choice | None:
+    """The rule of that label, `name@sha256`, or the scenario's champion, if it is that."""
+    name, _, sha256 = label.rpartition("@")
+    if is_rule(name):
+        return Choice(name)
+    if not isinstance(fleet, Scenario):
+        return None
+    try:
+        artifact, _ = resolve_champion(fleet.name, registry=registry)
+    except NoChampionError:
+        return None
+    return Choice(label, artifact) if artifact.sha256 == sha256 else None
 
 
 @dataclass(frozen=True)
@@ -117,8 +253,9 @@ class Found:
     choice: Choice
     """What to serve."""
     rows: list[Row]
-    """Of the last part, at the trace's load and at half: the default rule, the best rule, and what
-    a search made, where it was good enough to be judged. Differences are to the best rule."""
+    """Of the last part, at the trace's load and at half: the default rule, what decides today, the
+    best rule, and what a search made, where it was good enough to be judged. Differences are to the
+    best rule."""
     remarks: list[str]
     """What was found on the way, in sentences."""
 
@@ -127,22 +264,23 @@ class OwnTraffic:
     """Trains on the first part of a trace, and judges on the last."""
 
     def __init__(
-        self, fleet: str, trace: Trace, workload: Path, minutes: float, load: float | None = None,
+        self, traffic: Traffic, workload: Path, minutes: float, load: float | None = None,
         seed: int = 0,
     ) -> None:  # fmt: skip
         """Fit the traffic model and write it.
 
         Args:
-            fleet: As of `own_scenario`.
-            trace: Requests in their own time.
+            traffic: What is asked, and of which replicas.
             workload: File (.json) for the traffic model.
             minutes: After which no search begins or goes on.
             load: Offered load in place of the trace's own.
             seed: Of streams and searches.
 
         Raises:
-            ValueError: The trace is too short, or does not suit the fleet.
+            ValueError: The trace is too short, or does not suit the fleet; or what decides today
+                cannot be compared.
         """
+        trace = traffic.trace
         self._begun_s, self._minutes, self._seed = time.monotonic(), minutes, seed
         self._learned, self._judging = trace.split(int(LEARNED_SHARE * trace.num_requests))
         if self._judging.num_requests < FEWEST_JUDGING:
@@ -158,17 +296,21 @@ class OwnTraffic:
         provenance = f"first {self._learned.num_requests} of {trace.num_requests} requests"
         model = fit_own(self._learned, workload.stem, provenance, _MODEL_STEP_S)
         workload.write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        self.scenario = own_scenario(fleet, workload.absolute(), trace, load)
+        self.scenario = own_scenario(traffic.fleet, workload.absolute(), trace, load)
+        self._now, self._lineage = traffic.now, traffic.lineage
+        if self._now is not None:
+            self._now.check(self.scenario, trace)
         self._source = StreamSource(self.scenario)
         self._load = load
         self.remarks = [
+            *traffic.remarks,
             f"offered load {self._source.offered_load:.2f}, "
-            f"{self.scenario.rate_per_s(self._source.mean_total_tokens):.3g} requests a second"
+            f"{self.scenario.rate_per_s(self._source.mean_total_tokens):.3g} requests a second",
         ]
 
     def train(self) -> Found:
         """Play all rules, search, and judge."""
-        rule = self._best_rule()
+        rule = Choice(self._replay.choice())
         self.remarks.append(f"best of all rules on the first part: {rule.name}")
         searched = self._best_of([*self._searches(rule.name)], rule)
         rows, choice = self._judge(rule, searched)
@@ -183,15 +325,14 @@ class OwnTraffic:
         """Whether there is time left for searches."""
         return time.monotonic() - self._begun_s < 60.0 * self._minutes
 
-    def _best_rule(self) -> Choice:
-        """The best rule on the recorded first part."""
+    @cached_property
+    def _replay(self) -> Replay:
+        """The recorded first part, to play policies on."""
         count = int(np.clip(self._learned.num_requests // _REPLAYED, 1, _MOST_REPLAYED))
-        replay = Replay(self.scenario, self._windows(self._learned, count).requests)
-        name = replay.choice()
-        return Choice(name, replay.rules[name])
+        return Replay(self.scenario, self._windows(self._learned, count).requests)
 
-    def _searches(self, rule: str) -> Iterator[Choice]:
-        """Searches that go on from a rule and its order, one objective after another."""
+    def _start(self, rule: str) -> SearchConfig:
+        """Begin at what decides today, if its weights are better than a rule; else at the rule."""
         name = RuleName.parse(rule)
         if linear_weights(self.scenario, name.placement) is None:
             placement, *_ = server_model(self.scenario).linear_placements(None)
@@ -202,6 +343,24 @@ class OwnTraffic:
             randomisation=Randomisation(load_factor=(min(self._factors), max(self._factors))),
         )
         config = started_at(self.scenario, str(name), config)
+        if self._now is None or (now := self._now.artifact) is None:
+            return config
+        if now.metadata.kind != "marginal":
+            return config
+        runs = (partial(KINDS["marginal"].run, now), self._replay.rules[rule])
+        ours, theirs = (self._replay.rows(run)[:, NAMES.index("score")].mean() for run in runs)
+        if ours <= theirs:
+            return config
+        self.remarks.append(f"{self._now.name} decides today, and better: searches begin there")
+        return replace(
+            config,
+            start=tuple(now.arrays["weights"].tolist()),
+            order=tuple(order_weights(now.arrays).tolist()),
+        )
+
+    def _searches(self, rule: str) -> Iterator[Choice]:
+        """Searches that go on from a rule or what decides today, one objective after another."""
+        config = self._start(rule)
         for number, objective in enumerate(_SEARCHED):
             if not self._left():
                 return
@@ -217,7 +376,7 @@ class OwnTraffic:
             yield Choice(CANDIDATE, self._made(search))
 
     def _made(self, search: PolicySearch) -> PolicyArtifact:
-        artifact = search.artifact({}, {**lineage(), **lineage_of(self.scenario)})
+        artifact = search.artifact({}, {**lineage(), **lineage_of(self.scenario), **self._lineage})
         metadata = artifact.metadata.model_copy(update={"num_replicas": None})
         return replace(artifact, metadata=metadata)
 
@@ -230,11 +389,11 @@ class OwnTraffic:
             self._source, _CHOICE_STREAMS, tuple(dict.fromkeys((rule.name, DEFAULT_RULE))),
             self._windows(self._learned),
         )  # fmt: skip
-        found = [judge(one.policy) for one in searched]
+        found = [judge(one.artifact) for one in searched if one.artifact is not None]
         refused = sum(bool(one[LOSSES]) for one in found)
         self.remarks.append(f"{len(searched)} searched, {refused} of them lose to a rule somewhere")
         chosen = choose(found, must_win=False)
-        if chosen is None or found[chosen][CHANGE] >= 0.0:
+        if chosen is None or float(found[chosen][CHANGE]) >= 0.0:
             return None
         return searched[chosen]
 
@@ -245,25 +404,40 @@ class OwnTraffic:
         return trace_streams(self._source, part, count, load=factor * load)
 
     def _judge(self, rule: Choice, searched: Choice | None) -> tuple[list[Row], Choice]:
-        default = server_model(self.scenario).compiled_order(DEFAULT_RULE)
-        assert default is not None, "compiled code knows it for all servers"
-        choices = {DEFAULT_RULE: Choice(DEFAULT_RULE, default), rule.name: rule}
-        if searched is not None:
-            choices[searched.name] = searched
+        now = self._now or rule
+        asked = (Choice(DEFAULT_RULE), now, rule, *([] if searched is None else [searched]))
+        choices = {one.name: one for one in asked}
         rows: list[Row] = []
+        ours: list[Row] = []
         for part, factor in (("as recorded", 1.0), ("half of the load", 0.5)):
             streams = self._windows(self._judging, factor=factor)
-            runs = {
-                name: policy_runs(self.scenario, streams, one.policy)
-                for name, one in choices.items()
+            runs = {name: one.runs(self.scenario, streams) for name, one in choices.items()}
+            beside = {
+                name: compare(PROBLEM, self.scenario, streams, runs, name)
+                for name in {rule.name, now.name}
             }
-            found = compare(PROBLEM, self.scenario, streams, runs, rule.name)
-            rows += [{"part": part, "offered_load": streams.offered_load, **row} for row in found]
-        if searched is not None:
-            ours, at_half = (row for row in rows if row["policy"] == searched.name)
-            better = float(ours["delta_mean_ci_high"]) < 0.0
-            if better and not any(loses(one) or tail_is_longer(one) for one in (ours, at_half)):
-                return rows, searched
-        # The differences are the default rule's to the best one.
-        ahead = float(rows[0]["delta_mean_ci_high"]) < 0.0 and not tail_is_longer(rows[0])
-        return rows, choices[DEFAULT_RULE if ahead else rule.name]
+            told: Row = {"part": part, "offered_load": streams.offered_load}
+            rows += [{**told, **row} for row in beside[rule.name]]
+            if searched is not None:
+                ours += [found[-1] for found in beside.values()]
+        return rows, self._chosen(rows[: len(choices)], ours, choices, rule)
+
+    def _chosen(
+        self, rows: Sequence[Row], searched: Sequence[Row], choices: Mapping[str, Choice],
+        rule: Choice,
+    ) -> Choice:  # fmt: skip
+        """What to serve, by the rows at the load and all that compare what a search made."""
+        at_load = searched[: len(searched) // 2]
+        better = searched and all(float(row["delta_mean_ci_high"]) < 0.0 for row in at_load)
+        if better and not any(loses(row) or tail_is_longer(row) for row in searched):
+            return choices[CANDIDATE]
+        # The differences are those of the default rule, and of what decides today, to the best.
+        ahead = [
+            row for row in rows
+            if row["policy"] != CANDIDATE
+            and float(row["delta_mean_ci_high"]) < 0.0
+            and not tail_is_longer(row)
+        ]  # fmt: skip
+        if not ahead:
+            return rule
+        return choices[str(min(ahead, key=lambda row: float(row["delta_mean_fraction"]))["policy"])]

@@ -16,7 +16,7 @@ from tokenyard.provenance import lineage
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
 from tokenyard.routing.choice import Judge, choose, recorded
 from tokenyard.routing.fleet import Randomisation
-from tokenyard.routing.gate import NUM_STREAMS, TOLERANCE
+from tokenyard.routing.gate import NUM_STREAMS
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.search import (
     Objective,
@@ -56,9 +56,6 @@ class SearchStudy:
     """Range of factors on the scenario's arrival rate: a policy is to travel."""
     streams: int = NUM_STREAMS
     """Validation streams at every load."""
-    p99_margin: float = TOLERANCE
-    """How far p99 may exceed that of the best rule, as a fraction, at the upper end of its 95 %
-    interval."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +84,14 @@ def run_study(scenario: Scenario, study: SearchStudy, jobs: int = 1) -> list[Fin
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(search, scenario, study, *task) for task in tasks]
         searches = [future.result() for future in futures]
-    judge = Judge(StreamSource(scenario), study.streams, p99_margin=study.p99_margin)
+    judge = Judge(StreamSource(scenario), study.streams)
     found = []
     for (objective, seed), (policy, env_steps) in zip(tasks, searches, strict=True):
         scored = judge(policy)
         prices = {f"objective_{name}": value for name, value in asdict(objective).items()}
         made = {**lineage(), **lineage_of(scenario), "beats": judge.bar, "seed": str(seed)}
-        row: Row = {"seed": seed, "env_steps": env_steps, "baseline": judge.bar, **prices, **scored}
-        found.append(FinishedSearch(row, policy.described(recorded(scored | prices), made)))
+        row: Row = {**scored, **prices, "seed": seed, "env_steps": env_steps}
+        found.append(FinishedSearch(row, policy.described(recorded(scored) | prices, made)))
     return found
 
 

@@ -4,8 +4,8 @@ Inverse propensity scoring (Horvitz and Thompson 1952), its self-normalised form
 Joachims 2015, NIPS) and the doubly robust estimator (Dudik, Langford and Li 2011,
 arXiv:1103.4601). All three judge decisions one by one: what a decision does to the waiting of
 other requests is not in them, so they answer "what if this request alone had gone elsewhere",
-which is not what the policy would do to the whole cluster. `tokenyard.routing.log_replay` is for
-that.
+which is not what the policy would do to the whole cluster. Run it on the replicas of
+`tokenyard.routing.log_replay` for that.
 """
 
 from __future__ import annotations

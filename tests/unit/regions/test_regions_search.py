@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from unit.region_builders import a_scenario
 
+from pipelines.tune_baselines import Args, main, tune_regions
 from tokenyard.regions.policies import RECIPES
 from tokenyard.regions.policies.rules import Knobs
 from tokenyard.regions.search import KnobSearch, RegionSearchConfig, cost
@@ -34,3 +35,21 @@ def test_knobs_begin_as_they_are_and_only_those_that_a_rule_reads_are_searched()
     assert np.isfinite(list(cap.step().values())).all()
     with pytest.raises(ValueError, match="least_loaded has no knobs"):
         KnobSearch("least_loaded", [TINY], SMALL)
+
+
+def test_rules_are_tuned_over_all_scenarios_and_have_a_row_each():
+    rules = ("skylb", "prox_ot_forecast_live_cost")
+    rows = tune_regions([TINY, TINY], rules, 3, SMALL)
+    assert [row["policy"] for row in rows] == [*rules]
+    for row in rows:
+        assert np.isfinite(row["validation_cost_over_start"])
+        assert {"cap", "smoothing"} <= row.keys()
+
+
+def test_a_rule_that_is_not_there_ends_with_one_sentence():
+    for only, reason in (("skylbb", "unknown regional rule 'skylbb'; .*'skylb'"),
+                         ("least_loaded", "least_loaded has no knobs")):  # fmt: skip
+        with pytest.raises(SystemExit, match=f"^tune_baselines: {reason}"):
+            main(Args(suite="regions", only=only))
+    with pytest.raises(SystemExit, match="of routing it is one of"):
+        main(Args(scenario="poisson_085", only="skylb"))

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tyro
 
 from pipelines import train
 from tokenyard.routing import own_traffic
 from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.gate import tail_is_longer
-from tokenyard.routing.own_traffic import OwnTraffic
+from tokenyard.routing.own_traffic import OwnTraffic, Traffic
 from tokenyard.routing.policies import is_rule
 from tokenyard.workload.model import load_model
 from tokenyard.workload.trace import Trace
@@ -49,7 +50,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(fleet: str, tmp_path: Path, load: float, minutes: float = 5) -> own_traffic.Found:
-    return OwnTraffic(fleet, drawn(900), tmp_path / "mine.json", minutes, load).train()
+    return OwnTraffic(Traffic(drawn(900), fleet), tmp_path / "mine.json", minutes, load).train()
 
 
 @pytest.mark.usefixtures("small")
@@ -102,7 +103,7 @@ def test_the_last_line_says_what_the_rule_is_worth_beside_the_default(
            for key, value in zip(keys, delta, strict=True)}  # fmt: skip
     row |= {"mean_response_s": 1.0, "p99_response_s": 2.0, "slo_violation_fraction": 0.0}
     found = own_traffic.Found(
-        own_traffic.Choice(name, len),
+        own_traffic.Choice(name),
         [row | {"policy": one, "part": "as recorded"} for one in (DEFAULT_RULE, "sed")], [],
     )  # fmt: skip
     monkeypatch.setattr(train, "OwnTraffic", lambda *_: types.SimpleNamespace(train=lambda: found))
@@ -117,20 +118,20 @@ def test_the_last_line_says_what_the_rule_is_worth_beside_the_default(
 
 def test_a_trace_that_is_too_short_is_refused(fleet: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="leaves 300 to judge by"):
-        OwnTraffic(fleet, drawn(1000), tmp_path / "mine.json", 1.0)
+        OwnTraffic(Traffic(drawn(1000), fleet), tmp_path / "mine.json", 1.0)
 
 
 def test_a_trace_in_milliseconds_is_refused_before_anything_is_fitted(
     fleet: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="are the arrivals in seconds"):
-        OwnTraffic(fleet, drawn(2000, rate_per_s=0.005), tmp_path / "mine.json", 1.0)
+        OwnTraffic(Traffic(drawn(2000, rate_per_s=0.005), fleet), tmp_path / "mine.json", 1.0)
     assert not (tmp_path / "mine.json").exists()
 
 
 def test_a_trace_beyond_the_fleet_is_refused(fleet: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="times what the fleet can do; --load"):
-        OwnTraffic(fleet, drawn(2000, rate_per_s=500.0), tmp_path / "mine.json", 1.0)
+        OwnTraffic(Traffic(drawn(2000, rate_per_s=500.0), fleet), tmp_path / "mine.json", 1.0)
 
 
 @pytest.mark.parametrize("load", [-1.0, 0.0, 9.0, math.nan])
@@ -143,7 +144,7 @@ def test_a_file_without_replicas_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "none.yaml"
     path.write_text("description: nothing\n")
     with pytest.raises(ValueError, match="neither `fleet` nor `servers`"):
-        OwnTraffic(str(path), drawn(2000), tmp_path / "mine.json", 1.0)
+        OwnTraffic(Traffic(drawn(2000), str(path)), tmp_path / "mine.json", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_a_replica_that_is_misspelled_is_told_in_one_sentence(
     path = tmp_path / "mine.yaml"
     path.write_text(f"fleet: {{replicas: [{replica}]}}\n")
     with pytest.raises(ValueError, match=rf"mine.yaml: fleet.replicas.0.{reason}") as caught:
-        OwnTraffic(str(path), drawn(2000), tmp_path / "mine.json", 1.0)
+        OwnTraffic(Traffic(drawn(2000), str(path)), tmp_path / "mine.json", 1.0)
     assert str(caught.value).count("\n") == 0
 
 
@@ -172,7 +173,28 @@ def test_a_scenario_file_gives_servers_and_slos(tmp_path: Path) -> None:
         "servers:\n  - {name: a, tokens_per_s: 4000, concurrency: 4}\n"
         "  - {name: b, tokens_per_s: 9000, concurrency: 9}\n"
     )
-    own = OwnTraffic(str(path), drawn(2000, rate_per_s=2.0), tmp_path / "mine.json", 1.0)
+    own = OwnTraffic(Traffic(drawn(2000, rate_per_s=2.0), str(path)), tmp_path / "mine.json", 1.0)
     assert own.scenario.slo_response_s == 3.0
     assert own.scenario.name == "mine"
     assert own.scenario.arrivals.rate_per_s == pytest.approx(2.0, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("", "give --trace and --fleet, --log and one of"),
+        ("--trace mine.csv", "give --trace and --fleet"),
+        ("--log x --fleet mixed --scenario emulated", "give --trace and --fleet"),
+        ("--trace mine.csv --fleet mixed --registry x", "a trace does not go with --registry$"),
+        ("--log x --fleet mixed --seeds 3", "the log of a fleet does not go with --seeds$"),
+        ("--log x --scenario emulated --block-tokens 16", "a scenario .* go with --block-tokens$"),
+        ("--scenario emulated --now sed --minutes 3", "without a log .* with --now, --minutes$"),
+        ("--scenario abilene", "abilene is of regions: train it with sweep.py"),
+        ("--scenario l4x4_7b", "l4x4_7b is of allocation: train it with sweep.py"),
+        ("--scenario emulated --out x.csv", "--out x.csv must end in .npz"),
+    ],
+)
+def test_options_that_do_not_go_together_end_with_one_sentence(options: str, reason: str) -> None:
+    args = tyro.cli(train.Args, args=options.split())
+    with pytest.raises(SystemExit, match=f"^train: .*{reason}"):
+        train.main(args)

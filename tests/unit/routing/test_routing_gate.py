@@ -60,7 +60,7 @@ def test_a_policy_loses_where_a_longer_mean_buys_nothing(found, lost):
 )
 def test_a_win_is_a_lower_mean_that_nothing_was_paid_for(found, won):
     ends = {"mean_ci_high": 0.0, "p99_ci_low": -0.1, "p99_ci_high": 0.01, "slo_ci_low": -0.1}
-    assert gate.wins({f"delta_{key}": end for key, end in (ends | found).items()}, 0.02) == won
+    assert gate.wins({f"delta_{key}": end for key, end in (ends | found).items()}) == won
 
 
 def test_what_loses_to_a_rule_is_not_chosen_however_good_it_is():

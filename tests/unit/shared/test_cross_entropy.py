@@ -3,13 +3,13 @@ import json
 import numpy as np
 import pytest
 
-from tokenyard.cross_entropy import CrossEntropy, minimise
+from tokenyard.cross_entropy import CrossEntropy
 
 TARGET = np.array([0.3, -0.2])
 
 
 def a_search(**changes):
-    known = {"population": 20, "num_elites": 5, "seed": 3}
+    known = {"population": 20, "num_elites": 5, "seed": 3, "num_generations": 12}
     return CrossEntropy(np.zeros(2), np.full(2, 0.5), **(known | changes))
 
 
@@ -37,32 +37,20 @@ def test_a_search_that_went_through_json_goes_on_as_if_nothing_had_happened():
     assert other.state() == one.state()
 
 
-def test_the_centre_and_what_is_known_are_tried_first():
-    candidates = a_search().draw(np.random.default_rng(0), known=(TARGET,))
+def test_the_centre_is_tried_first():
+    candidates = a_search().draw(np.random.default_rng(0))
     assert candidates.shape == (20, 2)
-    assert candidates[:2].tolist() == [[0.0, 0.0], TARGET.tolist()]
+    assert candidates[0].tolist() == [0.0, 0.0]
 
 
-def test_noise_fades_over_the_generations_or_stays():
+def test_noise_fades_over_the_generations():
     same = np.ones((20, 2))
-    fading, staying = a_search(noise=0.4, num_generations=2), a_search(noise=0.4)
     unit = np.array([1.0, 0.5])
-    per_weight = a_search(noise=0.4, noise_unit=unit)
-    for search in (fading, staying, per_weight):
+    fading = a_search(noise=0.4, num_generations=2)
+    per_weight = a_search(noise=0.4, num_generations=2, noise_unit=unit)
+    for search in (fading, per_weight):
         search.update(same, np.zeros(20))
     assert fading.std == pytest.approx([0.2, 0.2])
-    assert staying.std == pytest.approx([0.4, 0.4])
-    assert per_weight.std == pytest.approx(0.4 * unit)
+    assert per_weight.std == pytest.approx(0.2 * unit)
     fading.update(same, np.zeros(20))
     assert fading.std == pytest.approx([0.0, 0.0])
-
-
-@pytest.mark.parametrize(("tolerance", "is_centre"), [(0.0, False), (100.0, True)])
-def test_minimising_returns_the_best_draw_only_where_the_centre_is_worse_by_more(
-    tolerance, is_centre
-):
-    search, rng = a_search(population=6, num_elites=2), np.random.default_rng(0)
-    found, curve = minimise(search, distance, rng, 1, tolerance=tolerance)
-    assert np.array_equal(found, search.mean) == is_centre
-    assert len(curve) == 1
-    assert is_centre or distance(found) == curve[0] < distance(search.mean)

@@ -73,15 +73,15 @@ def test_a_file_for_rows_that_cannot_be_written_is_refused_before_anything_runs(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("module", ["finetune", "fit_workload", "train"])
+@pytest.mark.parametrize("module", ["fit_workload", "train"])
 def test_so_is_a_file_for_what_took_long_to_make(module):
     (command,) = commands(module)
     assert get_type_hints(command, include_extras=True)["out"] == ResultFile | None
 
 
 def test_a_hidden_option_is_not_counted():
-    (finetune,) = commands("finetune")
-    assert "population" in {one.name for one in fields(finetune)} - options(finetune)
+    (replay,) = commands("replay")
+    assert "pause_s" in {one.name for one in fields(replay)} - options(replay)
 
 
 def test_no_command_hides_a_module_of_somebody_else():
@@ -97,7 +97,7 @@ def test_help_lists_every_verb_with_a_line_and_imports_none(monkeypatch, capsys)
     monkeypatch.setattr(importlib, "import_module", None)
     cli.main()
     listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[2:-2])
-    assert {"serve", "sweep", "evaluate", "search", "paper"} <= set(listed) == set(cli.verbs())
+    assert {"serve", "sweep", "evaluate", "train", "paper"} <= set(listed) == set(cli.verbs())
     assert len(listed) == len(MODULES)
     assert all(line.endswith((".", "`.")) for line in listed.values())
 

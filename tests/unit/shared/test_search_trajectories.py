@@ -6,14 +6,11 @@ Run this file to record again, and say in the commit why a search has changed.
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from unit.region_builders import a_scenario
 
-from tokenyard.cross_entropy import FinetuneConfig
 from tokenyard.regions.policies import BEST_RULE
 from tokenyard.regions.search import KnobSearch, RegionSearchConfig
-from tokenyard.routing import finetune as of_routing_log
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig
 
@@ -44,27 +41,9 @@ def of_regions():
     return trajectory(KnobSearch(BEST_RULE, [a_scenario(num_slots=12)], config, 3))
 
 
-class Valley:
-    """A log in which every number of the weights had better be a quarter."""
-
-    def run(self, weights):
-        far = (weights - 0.25) ** 2
-        return np.stack([1.0 + far, 2.0 + far * 1.5, 0.1 * far], axis=1)
-
-    def choices(self, weights):
-        return (weights > 0.2).astype(np.int64)
-
-
-def of_routing_finetuning():
-    config = FinetuneConfig(generations=5, population=8, spread=0.3, seed=1)
-    found, curve = of_routing_log.search(np.zeros(4), Valley(), Valley(), config)
-    return [found.tolist(), curve]
-
-
 SEARCHES = {
     "routing": of_routing,
     "regions": of_regions,
-    "routing_finetuning": of_routing_finetuning,
 }
 
 

@@ -1,33 +1,36 @@
-"""From a decision log to a candidate: a poor champion, a world that is not as declared."""
+"""Training on a decision log: a world that is not as declared, and a poor policy that served it."""
 
+import functools
 import itertools
 import uuid
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import tyro
 from mlflow import MlflowClient
 from rich.console import Console
 from unit.serve_builders import marginal_artifact, network_artifact
 
-from pipelines import finetune
+from pipelines import train
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.decision_record import DecisionRecord
 from serve_app.gateway.decision_rows import FORMAT_VERSION
 from serve_app.gateway.order import bounded_key
 from serve_app.policy.loading import resolve_policy
-from tokenyard.cross_entropy import FinetuneConfig
-from tokenyard.routing import finetune as of_routing
 from tokenyard.routing import log_replay as replay
-from tokenyard.routing.artifact import PolicyArtifact, learned_policy
+from tokenyard.routing import own_traffic
+from tokenyard.routing.artifact import DEFAULT_RULE, PolicyArtifact, learned_policy
 from tokenyard.routing.decision_log import FORMAT_VERSIONS, fleet_of, read_log, windows_of
+from tokenyard.routing.log_replay import Twin
 from tokenyard.routing.observation import MARGINAL_OTHERS, NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.own_traffic import Choice, OwnTraffic, Traffic, logged_traffic
 from tokenyard.routing.policies import PolicyContext, make_policy
-from tokenyard.routing.policies.tuned import FleetRules
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.run import repeating, run_each
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
 from tokenyard.routing.types import Decision
+from tokenyard.workload.model import load_model
 
 SCENARIO = "conversation_mixed_gpus"
 FACTORS = np.array([1.0, 1.3, 0.8, 1.1])
@@ -36,7 +39,7 @@ _DECODING = 3
 """Weight on the time of decoding."""
 
 
-def a_poor_champion():
+def a_poor_policy():
     """One that minds nobody, and hardly minds how slow a replica decodes."""
     weights = np.zeros(NUM_MARGINAL_WEIGHTS)
     weights[MARGINAL_OTHERS], weights[_DECODING] = -1.0, -0.8
@@ -46,7 +49,7 @@ def a_poor_champion():
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
     """What a gateway would have logged in a simulated world; declared speeds are wrong in it."""
-    policy, rng = learned_policy(a_poor_champion()), np.random.default_rng(0)
+    policy, rng = learned_policy(a_poor_policy()), np.random.default_rng(0)
 
     def decide(request, snapshots):
         decision, propensity = policy.decide(request, snapshots), 0.9625
@@ -107,24 +110,6 @@ def written(folder, decide, label, factors, num_requests, load_factor=1.0):
         )  # fmt: skip
     writer.close()
     return folder
-
-
-def test_a_champion_that_looks_at_queues_would_decide_as_it_did(tmp_path):
-    """What waited is not logged, and found again from where requests went."""
-    plain = marginal_artifact(FleetRules().in_order_weights, scenario=SCENARIO, slo_response_s=15.0)
-    champion = replace(plain, arrays={**plain.arrays, "order": np.array([20.0, 0.0, 0.0, 0.0])})
-    policy = learned_policy(champion)
-    assert policy.sees_queues
-    folder = written(
-        tmp_path, lambda *seen: (policy.place(*seen), 1.0), "queues@1", np.ones(4), 2000, 1.15
-    )
-    decisions, _ = read_log(folder)
-    went = [one.index for one in decisions]
-    weights = champion.arrays["weights"]
-    assert (of_routing.Behaviour(decisions, champion).choices(weights) == went).mean() > 0.99
-    assert (of_routing.Behaviour(decisions, plain).choices(weights) == went).mean() < 0.95
-    some = of_routing.Behaviour(decisions, champion, every=7)
-    np.testing.assert_array_equal(some.choices(weights), went[::7])
 
 
 def test_a_log_read_back_says_what_arrived_where_it_went_and_how_fast(log):
@@ -214,46 +199,112 @@ def test_the_log_of_the_last_release_is_read_and_that_of_another_refused(log, tm
         read_log(tmp_path)
 
 
+@pytest.fixture
+def small(monkeypatch):
+    """Streams and searches that end in seconds."""
+    for name, value in {
+        "_REQUESTS": 200, "_CHOICE_STREAMS": 5, "_GENERATIONS": 1, "_SEARCHED": (0,),
+        "FEWEST_JUDGING": 200, "_MOST_WINDOWS": 5,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(own_traffic, name, value)
+
+
+def trained(log, *options):
+    args = tyro.cli(train.Args, args=["--log", str(log), *map(str, options)])
+    return train.train(args, Console(quiet=True))
+
+
+@pytest.mark.usefixtures("small")
+def test_what_served_a_log_is_judged_beside_the_rules_on_the_replicas_of_the_log(log):
+    rows = trained(log, "--scenario", SCENARIO, "--minutes", 0, "--now", poor_file(log))
+    at_load = {row["policy"]: row for row in rows if row["part"] == "as recorded"}
+    poor = f"poor@{a_poor_policy().sha256}"
+    assert list(at_load)[:2] == [DEFAULT_RULE, poor]
+    assert at_load[poor]["sha256"] == a_poor_policy().sha256
+    assert at_load[poor]["delta_mean_ci_low"] > 0
+    (best,) = {row["policy"] for row in rows if row["accepted"]}
+    assert best != poor
+    assert at_load[best]["sha256"] == ""
+    assert {row["twin_error_fraction"] for row in rows}.pop() < 0.1
+    assert {row["scenario"] for row in rows} == {SCENARIO}
+
+
+def poor_file(folder):
+    path = folder / "poor.npz"
+    a_poor_policy().save(path)
+    return path
+
+
+def test_a_log_names_what_decided_in_its_last_part(log, tmp_path, monkeypatch):
+    decisions, digest = read_log(log)
+
+    def found(label, fleet, early="round_robin@0"):
+        served = [replace(one, policy=label) for one in decisions]
+        served[:3500] = [replace(one, policy=early) for one in served[:3500]]
+        monkeypatch.setattr(own_traffic, "read_log", lambda _: (served, digest))
+        return logged_traffic(log, fleet)
+
+    by_rule = found("marginal_delay+sjf@60@0123", "mixed")
+    assert by_rule.now == Choice("marginal_delay+sjf@60")
+    assert by_rule.trace.num_requests == NUM_REQUESTS
+    assert by_rule.lineage == {"log_sha256": digest, "served": "marginal_delay+sjf@60@0123"}
+    unknown = found("other@0123", "mixed")
+    assert unknown.now is None
+    assert unknown.remarks == (
+        "other@0123, which served the log, is not compared: give its file with --now",
+    )
+    champion = a_poor_policy()
+    monkeypatch.setattr(own_traffic, "resolve_champion", lambda *_, **__: (champion, "here"))
+    monkeypatch.setattr(own_traffic, "fit_speeds", lambda fleet, _: Twin(fleet, np.ones(4), 0.1))
+    scenario = load_scenario(SCENARIO)
+    assert found(f"champion@{champion.sha256}", scenario).now.artifact is champion
+    assert found("champion@0123", scenario).now is None
+
+
+@pytest.mark.usefixtures("small")
+def test_searches_begin_at_what_decides_only_if_that_is_better_than_the_best_rule(tmp_path):
+    trace = load_model("azure_code").generate(900, np.random.default_rng(3), 4.0)
+    good = marginal_artifact(np.zeros(NUM_MARGINAL_WEIGHTS), scenario=SCENARIO, slo_response_s=15.0)
+    traffic = Traffic(trace, "mixed", Choice("good@1", good))
+    own = OwnTraffic(traffic, tmp_path / "mine.json", 5, 0.8)
+    score = functools.partial(own._replay._score, count=1, by="score")
+    assert own._start(min(own._replay.rules, key=score)).start == (0.0,) * NUM_MARGINAL_WEIGHTS
+    own._now = Choice("poor@1", a_poor_policy())
+    begun = own._start(max(own._replay.rules, key=score)).start
+    assert begun[:NUM_MARGINAL_WEIGHTS] != tuple(a_poor_policy().arrays["weights"])
+    assert sum("searches begin there" in one for one in own.remarks) == 1
+
+
 def test_a_log_in_which_nothing_was_placed_is_refused(log, tmp_path):
     import pyarrow.parquet as pq
 
     file = sorted(log.glob("decisions-*.parquet"))[-1]
     pq.write_table(pq.read_table(file).slice(0, 0), tmp_path / file.name)
     with pytest.raises(ValueError, match="holds no request that was placed"):
-        finetune.finetune(finetune.Args(log=tmp_path, scenario=SCENARIO), Console(quiet=True))
+        trained(tmp_path, "--scenario", SCENARIO)
 
 
-def test_a_log_that_a_rule_of_prefixes_served_is_refused_before_anything_is_searched(
-    tmp_path, monkeypatch
-):
+@pytest.mark.usefixtures("small")
+def test_a_rule_of_prefixes_that_decides_is_refused_before_anything_is_searched(log, tmp_path):
     """Without prompts it would be replayed as a plain rule under its name."""
-    monkeypatch.setattr(of_routing, "search", lambda *_: pytest.fail("it searched"))
-    turns = itertools.cycle(range(4))
-    decide = lambda *_: (Decision(next(turns), None), 1.0)  # noqa: E731
     rule = "tuned_vllm_cache_aware+sjf@20"
-    decisions, _ = read_log(written(tmp_path, decide, f"{rule}@0a1b", np.ones(4), 400, 0.5))
-    scenario = load_scenario(SCENARIO)
-    with pytest.raises(ValueError, match="sjf@20, which goes by prefixes, served the log"):
-        of_routing.finetune(a_poor_champion(), decisions, scenario, FinetuneConfig(), {})
+    with pytest.raises(ValueError, match=r"sjf@20 decides today and goes by prefixes"):
+        trained(log, "--fleet", "mixed", "--now", rule)
 
 
 @pytest.mark.slow
-def test_a_poor_champion_is_improved_and_the_candidate_offered(log, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("small")
+def test_what_a_search_made_of_a_log_is_written_and_offered(log, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    champion, out = tmp_path / "poor.npz", tmp_path / "better.npz"
-    a_poor_champion().save(champion)
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    args = finetune.Args(
-        log=log, scenario=SCENARIO, champion=champion, out=out, registry=uri, windows=10,
-        held_out=0.6, generations=6, population=16, spread=0.4, behaviour=0.01,
-    )  # fmt: skip
-    row = finetune.finetune(args, Console(quiet=True))
-    assert row["offered"] is True, row
-    assert row["delta_mean_ci_high"] < 0
+    monkeypatch.setattr(OwnTraffic, "_chosen", lambda *args: args[3][own_traffic.CANDIDATE])
+    monkeypatch.setattr(OwnTraffic, "_best_of", lambda self, searched, rule: searched[0])
+    out, uri = tmp_path / "better.npz", f"sqlite:///{tmp_path}/mlflow.db"
+    rows = trained(log, "--scenario", SCENARIO, "--out", out, "--registry", uri)
     candidate = PolicyArtifact.load(out)
-    lineage = candidate.metadata.lineage
-    assert lineage["champion_sha256"] == a_poor_champion().sha256
-    assert {"trace_sha256", "calibration_sha256", "sweep_run"} <= lineage.keys()
+    assert {row["sha256"] for row in rows if row["accepted"]} == {candidate.sha256}
+    assert candidate.metadata.scenario == SCENARIO
+    made_of = {"trace_sha256", "calibration_sha256", "log_sha256", "served"}
+    assert made_of <= candidate.metadata.lineage.keys()
     model = f"tokenyard-routing-{SCENARIO}"
     version = MlflowClient(uri, uri).get_model_version_by_alias(model, "candidate")
     assert version.tags["sha256"] == candidate.sha256
@@ -262,51 +313,10 @@ def test_a_poor_champion_is_improved_and_the_candidate_offered(log, tmp_path, mo
     assert "registry" not in resolve_policy("champion", SCENARIO, uri).card.source
 
 
-def test_a_candidate_has_to_beat_the_rule_that_was_served_and_not_only_the_champion(
-    log, monkeypatch
-):
-    champion, scenario = a_poor_champion(), load_scenario(SCENARIO)
-    decisions, _ = read_log(log)
-    twin = replay.fit_speeds(fleet_of(decisions, scenario, SCENARIO), windows_of(decisions, 10)[:4])
-    # Least marginal delay: better than the champion, and than no good rule.
-    better = np.zeros(NUM_MARGINAL_WEIGHTS)
-    monkeypatch.setattr(of_routing, "search", lambda *_: (better, [0.9]))
-    monkeypatch.setattr(of_routing.replay, "fit_speeds", lambda *_: twin)
-
-    def found(label):
-        served = [replace(one, policy=label) for one in decisions]
-        config = FinetuneConfig(windows=10, held_out=0.6)
-        return of_routing.finetune(champion, served, scenario, config, {})
-
-    by_champion = found(f"poor@{champion.sha256}")
-    assert by_champion.objection is None
-    assert "with the champion, which was served" in by_champion.remark
-    row = by_champion.row()
-    assert row["delta_served_ci_high"] == row["delta_mean_ci_high"] < 0
-
-    by_rule = found("tuned_marginal_delay+wspt@0123")
-    assert by_rule.row()["delta_mean_ci_high"] == row["delta_mean_ci_high"]
-    assert by_rule.row()["delta_served_ci_high"] > 0
-    assert "the rule tuned_marginal_delay+wspt, which was served" in by_rule.objection
-
-    by_poor_rule = found("round_robin@0123")
-    assert by_poor_rule.objection is None
-    assert by_poor_rule.row()["delta_served_mean_fraction"] < 0
-
-    # What cannot be run here is not compared with, and that is said.
-    unknown = found("other@0123")
-    assert unknown.objection is None
-    assert "and not with other@0123, which was served" in unknown.remark
-
-
-def test_what_cannot_be_continued_is_refused_in_one_sentence(log, tmp_path):
-    console = Console(quiet=True)
-    with pytest.raises(ValueError, match="no decisions"):
-        finetune.finetune(finetune.Args(log=tmp_path, scenario=SCENARIO), console)
-    for windows in (0, -1):
-        with pytest.raises(ValueError, match=f"{windows} windows must be at least 1"):
-            finetune.finetune(finetune.Args(log=log, scenario=SCENARIO, windows=windows), console)
-    path = tmp_path / "network.npz"
+def test_a_policy_for_other_replicas_is_refused(log):
+    path = log / "network.npz"
     network_artifact().save(path)
-    with pytest.raises(ValueError, match="of kind 'mlp'"):
-        finetune.finetune(finetune.Args(log=log, scenario=SCENARIO, champion=path), console)
+    with pytest.raises(ValueError, match=r"^network@\w+, which .* is for other replicas"):
+        trained(log, "--fleet", "mixed", "--now", path)
+    with pytest.raises(ValueError, match="marginal_dely is no rule, and no policy file"):
+        trained(log, "--fleet", "mixed", "--now", "marginal_dely")

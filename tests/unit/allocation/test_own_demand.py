@@ -1,4 +1,4 @@
-"""Fine-tuning the allocator: a pool whose traffic is not what its champion was trained for."""
+"""A forecaster for a pool whose demand is not what the planner that ships was fitted to."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pipelines import finetune as pipeline
-from tokenyard.allocation import finetune
+from pipelines import train
+from tokenyard.allocation import own_demand
 from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.demand import DemandStream
 from tokenyard.allocation.dynamics import REWARD
@@ -46,24 +46,24 @@ def a_demand(days, seed=0):
     )
 
 
-def args(log, **fields):
-    return pipeline.Args(log=log, problem="allocation", scenario="l4x4_7b", **fields)
+def trained(log, **fields):
+    (row,) = train.train(train.Args(log=log, scenario="l4x4_7b", **fields), QUIET)
+    return row
 
 
-def test_traffic_of_another_rhythm_is_learned_and_offered(tmp_path):
+def test_traffic_of_another_rhythm_is_learned_and_accepted(tmp_path):
     write_log(tmp_path, a_demand(days=7))
     out = tmp_path / "candidate.npz"
-    row = pipeline.finetune(args(tmp_path, out=out), QUIET)
-    assert row["offered"]
+    row = trained(tmp_path, out=out)
+    assert row["accepted"]
     assert row["delta_cost_ci_high"] < 0
     candidate = AllocationArtifact.load(out)
-    assert candidate.sha256 == row["candidate"]
-    assert candidate.metadata.lineage["champion_sha256"] == row["champion"]
+    assert candidate.sha256 == row["sha256"]
+    assert candidate.metadata.lineage["champion_sha256"] != candidate.sha256
     assert candidate.metadata.scenario == SCENARIO
     # What was offered is gone on from, and the same log teaches it nothing.
-    again = pipeline.finetune(args(tmp_path, champion=out), QUIET)
-    assert again["champion"] == candidate.sha256
-    assert (again["changed_fraction"], again["offered"]) == (0, False)
+    again = trained(tmp_path, now=str(out))
+    assert (again["changed_fraction"], again["accepted"]) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -73,19 +73,19 @@ def test_traffic_of_another_rhythm_is_learned_and_offered(tmp_path):
 def test_a_log_that_is_too_short_is_refused(tmp_path, slots, says):
     write_log(tmp_path, a_demand(days=4)[:slots])
     with pytest.raises(ValueError, match=says):
-        pipeline.finetune(args(tmp_path), QUIET)
+        trained(tmp_path)
 
 
-def test_only_planners_are_fine_tuned(tmp_path):
+def test_only_planners_are_fitted(tmp_path):
     write_log(tmp_path, a_demand(days=1))
     TabularLearner(SCENARIO, TabularConfig("sarsa", 1_000)).artifact().save(tmp_path / "t.npz")
     with pytest.raises(ArtifactError, match="only planners"):
-        pipeline.finetune(args(tmp_path, champion=tmp_path / "t.npz"), QUIET)
+        trained(tmp_path, now=str(tmp_path / "t.npz"))
 
 
 def test_the_held_out_part_comes_after_what_is_learned_from_and_at_its_time_of_day():
     stream = DemandStream(np.arange(1000.0), 0, 100)
-    learned, held_out = finetune.split(stream, 0.2, 288)
+    learned, held_out = own_demand.split(stream, 0.2, 288)
     assert learned.per_s[-1] == 799
     assert held_out.per_s[held_out.first] == 800
     assert (held_out.start_slot + held_out.first) % 288 == (100 + 800) % 288
@@ -99,11 +99,11 @@ def test_where_rewards_are_positive_what_earns_less_is_worse():
     profile = (usual.profile[0] - np.log(10), *usual.profile[1:])
     blind = usual.model_copy(update={"profile": profile, "weights": NO_WEIGHTS})
     known, wasted = (StreamRunner(scenario, stream, one) for one in (usual, blind))
-    worse, changed = finetune.judge(planner, known, wasted, 0)
+    worse, changed = own_demand.judge(planner, known, wasted, 0)
     earned = [one.run_planner(planner).column(REWARD).mean() for one in (known, wasted)]
     assert 0.0 < earned[1] < earned[0]
     assert worse.estimate == pytest.approx((earned[0] - earned[1]) / earned[0])
     assert worse.low <= worse.estimate <= worse.high
     assert changed > 0
-    better, _ = finetune.judge(planner, wasted, known, 0)
+    better, _ = own_demand.judge(planner, wasted, known, 0)
     assert better.high < 0.0 < worse.low
