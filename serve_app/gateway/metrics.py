@@ -28,7 +28,10 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tenant_requests": ("Requests of tenants with keys that were let in.", _TENANT),
     "tenant_prompt_tokens": ("Prompt tokens of tenants with keys, as quotas count them.", _TENANT),
     "tenant_output_tokens": ("Tokens generated for tenants with keys.", _TENANT),
-    "tenant_refused": ("Requests of tenants with keys that were not let in, or found no room.", _TENANT),
+    "tenant_refused": (
+        "Requests of tenants with keys that were refused.",
+        _TENANT,
+    ),
     "carried_alone": ("Requests that carriers placed while the decider was away.", ()),
     "scrape_failures": ("Scrapes of an endpoint's metrics that failed.", _POOL),
 }
