@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from serve_app.policy.card import PolicyReference
 from serve_app.policy.experiment import MAX_SHARE, Experiment, Mode
-from serve_app.policy.lifecycle import Action, Lifecycle
+from serve_app.policy.manager import Action, PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
 from tokenyard.statistics.sequential import DEFAULT_ALPHA
 
@@ -93,17 +93,16 @@ class PoliciesAnswer(BaseModel):
     file for it."""
 
 
-def describe_policies(lifecycle: Lifecycle) -> PoliciesAnswer:
+def describe_policies(manager: PolicyManager) -> PoliciesAnswer:
     """Say who decides, who did before, and how the experiment goes."""
-    manager = lifecycle.manager
     previous, experiment = manager.previous, manager.experiment
     return PoliciesAnswer(
         champion=_breaker(manager.policy),
         previous=None if previous is None else _reference(previous),
         experiment=None if experiment is None else _describe_experiment(experiment),
         events=[asdict(one) for one in reversed(manager.events)],
-        registry=lifecycle.registry_note,
-        state=lifecycle.state_note,
+        registry=manager.registry_note,
+        state=manager.store.note,
     )
 
 

@@ -277,10 +277,21 @@ def in_order(loaded: LoadedPolicy, order: Term, scenario: Scenario) -> LoadedPol
     return replace(loaded, card=ordered, make=partial(_make_in_order, loaded.make, order, scenario))
 
 
-def order_in(name: str) -> Term | None:
-    """Return the order in the name of a policy that was loaded; None: it has none."""
-    order = RuleName.parse(name).order
-    return order if is_order(order) else None
+def reloaded(card: PolicyCard, artifact: PolicyArtifact | None, scenario_name: str) -> LoadedPolicy:
+    """Make a policy again from its card and its file; None: it is a rule.
+
+    Raises:
+        ValueError: It cannot be made any more.
+    """
+    if artifact is None:
+        return resolve_policy(card.name, scenario_name)
+    scenario, rule = load_scenario(scenario_name), RuleName.parse(card.name)
+    if rule.order is not None and is_order(rule.order):
+        loaded = from_artifact(str(rule.ordered(None)), artifact, card.source, scenario)
+        loaded = in_order(loaded, rule.order, scenario)
+    else:
+        loaded = from_artifact(card.name, artifact, card.source, scenario)
+    return replace(loaded, card=loaded.card.model_copy(update={"mlflow_run": card.mlflow_run}))
 
 
 def _make_in_order(

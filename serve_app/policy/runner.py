@@ -42,6 +42,7 @@ Reason = Literal["error", "too_slow", "breaker_open", "stale", "incompatible", "
 known of the replicas, it is not for these replicas, or it was not found at the start."""
 RAY_DEFAULT = "ray_default"
 """Name of Ray Serve's own router among the policies."""
+Arm = Literal["champion", "canary"]
 BreakerState = Literal["closed", "open", "half-open"]
 _HALF_OPEN_DECISIONS = 100
 """Decisions that a policy which was too slow makes in a thread before its breaker closes."""
@@ -60,10 +61,16 @@ class Failure:
 
 # Not frozen: that takes four times as long to make, and every request makes one.
 @dataclass(slots=True, eq=False)
-class Choice:
-    """What was decided for one request."""
+class ReplicaChoice:
+    """What was decided for one request, by whom, and what was known."""
 
+    request: Request
+    snapshots: Sequence[ReplicaSnapshot]
+    """Candidates."""
+    policy: str
+    """`name@sha256`."""
     index: int
+    """Of the candidate that was chosen."""
     scores: FloatArray | None
     """Cost of every candidate, shape (num,); None for policies that do not score."""
     propensity: float | None
@@ -75,6 +82,10 @@ class Choice:
     order_key: OrderKey | None = None
     """Place among the requests that wait, lower first, Unix time, seconds; None: behind them all,
     or it was not asked for."""
+    arm: Arm = "champion"
+    """Whose decision it was while a canary had its share."""
+    mlflow_run: str | None = None
+    """Run that trained the policy, where it comes from the registry."""
 
     @property
     def fallback(self) -> bool:
@@ -91,7 +102,7 @@ class DecisionCounts:
     fallbacks: Counter[str] = field(default_factory=Counter)
     """By reason."""
 
-    def add(self, choice: Choice) -> None:
+    def add(self, choice: ReplicaChoice) -> None:
         """Count one."""
         self.num_decisions += 1
         self.num_explored += choice.explored
@@ -107,7 +118,6 @@ class CircuitBreaker:
     """
 
     def __init__(self, settings: CircuitBreakerSettings, clock_s: Callable[[], float]) -> None:
-        """Begin closed; `clock_s` is any clock that does not go back, seconds."""
         self._settings = settings
         self._clock_s = clock_s
         self.num_opened = 0
@@ -179,19 +189,13 @@ class PolicyRunner:
         explore_fraction: float = 0.0,
         decides: bool = True,
     ) -> None:
-        """Make the policy.
-
-        Args:
-            name: As it was asked for.
-            loaded: The policy.
-            breaker: Its own.
-            timeouts: Who makes the calls, for all policies that take turns.
-            rng: For policies that draw.
-            explore_fraction: Share of its decisions that are drawn at random.
-            decides: False: it is never asked, since Ray decides or nobody was asked for.
-        """
         self.name, self.loaded, self.breaker = name, loaded, breaker
-        self.rng, self.explore_fraction, self.decides = rng, explore_fraction, decides
+        self.rng, self.explore_fraction = rng, explore_fraction
+        self.decides = decides
+        """False: it is never asked, since Ray decides or nobody was asked for."""
+        card, by_ray = loaded.card, name == RAY_DEFAULT
+        self.label = RAY_DEFAULT if by_ray else f"{card.name}@{card.sha256}"
+        self.mlflow_run = None if by_ray else card.mlflow_run
         self.counts = DecisionCounts()
         self.by_hand = False
         """Whether it was asked for in place of what the cluster file names."""
@@ -199,18 +203,6 @@ class PolicyRunner:
         """What the registry's aliases should be while it decides; None: as they are."""
         self._timeouts = timeouts
         self._start()
-
-    @property
-    def label(self) -> str:
-        """`name@sha256`, or `ray_default`."""
-        if self.name == RAY_DEFAULT:
-            return RAY_DEFAULT
-        return f"{self.loaded.card.name}@{self.loaded.card.sha256}"
-
-    @property
-    def mlflow_run(self) -> str | None:
-        """Run that trained it, where it comes from the registry."""
-        return None if self.name == RAY_DEFAULT else self.loaded.card.mlflow_run
 
     def decide(
         self,
@@ -307,9 +299,7 @@ def deciders_of(policy: RoutingPolicy) -> tuple[Decide, Decide]:
     return decide, decide_by(policy.placement) if isinstance(policy, Ordered) else decide
 
 
-def decide_by(
-    policy: RoutingPolicy,
-) -> Decide:
+def decide_by(policy: RoutingPolicy) -> Decide:
     """Return what asks a policy, with the scores and the order key where it has any."""
     if isinstance(policy, OrderingPolicy):
         return policy.place
