@@ -100,7 +100,7 @@ def describe_policies(manager: PolicyManager) -> PoliciesAnswer:
         champion=_breaker(manager.policy),
         previous=None if previous is None else _reference(previous),
         experiment=None if experiment is None else _describe_experiment(experiment),
-        events=[asdict(one) for one in reversed(manager.events)],
+        events=[asdict(event) for event in reversed(manager.events)],
         registry=manager.registry_note,
         state=manager.store.note,
     )
@@ -148,8 +148,8 @@ def _describe_experiment(experiment: Experiment) -> ExperimentAnswer:
             "decisions_left_out": shadow.num_left_out,
             "gains_withheld": shadow.withheld,
             "estimated_gains": {
-                key: EstimateAnswer(**{k: _or_none(v) for k, v in one._asdict().items()})
-                for key, one in shadow.gains.items()
+                key: EstimateAnswer(**{k: _or_none(v) for k, v in gain._asdict().items()})
+                for key, gain in shadow.gains.items()
             },
         }
     return answer.model_copy(update=more)

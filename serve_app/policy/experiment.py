@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from serve_app.cluster import CircuitBreakerSettings
-from serve_app.policy.runner import Arm, CircuitBreaker, Failure, PolicyRunner, ReplicaChoice
+from serve_app.policy.runner import Arm, CircuitBreaker, PolicyRunner, ReplicaChoice
 from serve_app.policy.ties import equally_idle
 from serve_app.policy.timeouts import Timeouts
 from tokenyard.routing.observation import unranked_columns
@@ -124,13 +124,10 @@ class Verdicts:
     def close(
         self, request_id: str, good: bool | None, output_tokens: int | None, now_s: float
     ) -> list[Verdict]:
-        """Take the end of a request; return what is settled now.
+        """Take the end of a request at a Unix time, seconds; return what is settled now.
 
-        Args:
-            request_id: Those that are settled already are ignored.
-            good: None: it does not count, such as one whose client left in time.
-            output_tokens: Of the whole answer; None: there is none.
-            now_s: Unix time, seconds.
+        One whose `good` is None does not count, such as one whose client left in time. Those that
+        are settled already are ignored.
         """
         settled = self.overdue(now_s)
         opened = self._open.pop(request_id, None)
@@ -278,8 +275,8 @@ class Shadow:
     def _ask(self, request_id: str, choice: ReplicaChoice) -> None:
         request, snapshots, chosen = choice.request, choice.snapshots, choice.index
         answer = self._runner.decide(request, snapshots)
-        if isinstance(answer, Failure):
-            skipped = answer.reason == "breaker_open"
+        if isinstance(answer, str):
+            skipped = answer == "breaker_open"
             self.num_left_out += skipped
             self.num_failed += not skipped
             return
@@ -375,14 +372,10 @@ class Experiment:
         output_tokens: int,
         now_s: float,
     ) -> None:
-        """Note what became of it.
+        """Note what became of a request at a Unix time, seconds.
 
-        Args:
-            request_id: As it was opened.
-            good: Whether it attained its SLO; None: it does not count.
-            response_s: NaN where it was not answered.
-            output_tokens: Generated so far.
-            now_s: Unix time, seconds.
+        It is `good` where it attained its SLO; None: it does not count. `response_s` is NaN where
+        it was not answered.
         """
         if not self.running:
             return

@@ -110,13 +110,9 @@ class PolicyManager:
         return self._registry_note or (None if self._alias is None else self._alias.note)
 
     def note(self, what: str, of: str, why: str, time_s: float | None = None) -> None:
-        """Write a change down among those of policies, with who asked for it.
+        """Write down what has happened to a policy, or something else, and who asked for it.
 
-        Args:
-            what: Has happened.
-            of: Label of a policy; of other changes what was changed.
-            why: It has.
-            time_s: When, Unix time, seconds; None: now.
+        That was at `time_s`, Unix time, seconds; None: now.
         """
         time_s = time.time() if time_s is None else time_s
         self.events.append(event := Event(time_s, what, of, why, ACTOR.get()))
@@ -442,7 +438,7 @@ def prepare(
 ) -> LoadedPolicy:
     """Find a policy and let it decide once; takes a while, and may be called in any thread.
 
-    As `resolve_policy`, which is told the same.
+    The arguments are those of `resolve_policy`.
 
     Raises:
         ValueError: It is not known, cannot be used, or fails its warm-up.

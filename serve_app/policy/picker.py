@@ -16,7 +16,6 @@ from serve_app.policy.runner import (
     Arm,
     CircuitBreaker,
     DecisionCounts,
-    Failure,
     PolicyRunner,
     ReplicaChoice,
     deciders_of,
@@ -128,9 +127,9 @@ class ReplicaPicker:
         started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
         runner = copy or self.deciding(arm)
         answer = runner.decide(request, snapshots, stale, has_key) if runner.decides else None
-        reason = answer.reason if isinstance(answer, Failure) else None
+        reason = answer if isinstance(answer, str) else None
         decision, loaded = answer, runner.loaded
-        if decision is None or isinstance(decision, Failure):
+        if decision is None or isinstance(decision, str):
             decide, loaded = self._baseline_deciders[has_key], self._baseline
             decision = decide(request, snapshots)
         preferred, propensity = decision.replica, None if loaded.draws else 1.0

@@ -52,13 +52,6 @@ class IncompatibleRequest(ValueError):
     """A request that the policy cannot decide; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A decision that a policy did not make."""
-
-    reason: Reason
-
-
 # Not frozen: that takes four times as long to make, and every request makes one.
 @dataclass(slots=True, eq=False)
 class ReplicaChoice:
@@ -210,7 +203,7 @@ class PolicyRunner:
         snapshots: Sequence[ReplicaSnapshot],
         stale: bool = False,
         has_key: bool = False,
-    ) -> Decision | Failure:
+    ) -> Decision | Reason:
         """Return the policy's decision, or why there is none; whatever the policy does.
 
         Args:
@@ -221,12 +214,12 @@ class PolicyRunner:
                 asked must count it once.
         """
         if self.loaded.card.startup_fallback is not None:
-            return Failure("missing")
+            return "missing"
         if stale:
-            return Failure("stale")
+            return "stale"
         state = self.breaker.state
         if state == "open":
-            return Failure("breaker_open")
+            return "breaker_open"
         try:
             self.check_compatible(snapshots)
             timeout = self._timeouts.inline if state == "closed" else self._timeouts.thread
@@ -234,7 +227,7 @@ class PolicyRunner:
             decision = timeout.call(decide, request, snapshots)
             _check(decision, len(snapshots))
         except IncompatibleRequest:
-            return Failure("incompatible")
+            return "incompatible"
         except TooSlow as error:
             return self._fail("too_slow", str(error))
         except Exception as error:  # A request must be placed whatever is wrong with the policy.
@@ -260,23 +253,20 @@ class PolicyRunner:
         ):
             return
         for snapshot in snapshots:
-            if card.needs_engine and snapshot.engine is None:
+            if card.needs_engine != (snapshot.engine is not None):
+                which, do = "was trained on replicas that do not batch", "leave `engine` out of"
+                if card.needs_engine:
+                    which, do = "is for replicas that batch continuously", "give `engine` in"
                 raise IncompatibleRequest(
-                    f"policy {card.name!r} is for replicas that batch continuously: "
-                    f"give `engine` in the snapshot of {snapshot.replica_id!r}"
-                )
-            if not card.needs_engine and snapshot.engine is not None:
-                raise IncompatibleRequest(
-                    f"policy {card.name!r} was trained on replicas that do not batch: "
-                    f"leave `engine` out of the snapshot of {snapshot.replica_id!r}"
+                    f"policy {card.name!r} {which}: {do} the snapshot of {snapshot.replica_id!r}"
                 )
 
-    def _fail(self, reason: Literal["error", "too_slow"], text: str) -> Failure:
+    def _fail(self, reason: Literal["error", "too_slow"], text: str) -> Reason:
         logger.warning("policy %s: %s: %s", self.name, reason, text)
         if self.breaker.fail(too_slow=reason == "too_slow"):
             logger.warning("policy %s: its circuit breaker opens", self.name)
             self._start()  # What the policy remembers may be broken.
-        return Failure(reason)
+        return reason
 
     def _start(self) -> None:
         # Asked once: looking a protocol's methods up takes as long as a small decision.
@@ -295,12 +285,11 @@ Decide = Callable[[Request, Sequence[ReplicaSnapshot]], Decision]
 
 def deciders_of(policy: RoutingPolicy) -> tuple[Decide, Decide]:
     """Return what asks a policy for place and order, and for the place alone."""
-    decide = decide_by(policy)
-    return decide, decide_by(policy.placement) if isinstance(policy, Ordered) else decide
+    decide = _decide_by(policy)
+    return decide, _decide_by(policy.placement) if isinstance(policy, Ordered) else decide
 
 
-def decide_by(policy: RoutingPolicy) -> Decide:
-    """Return what asks a policy, with the scores and the order key where it has any."""
+def _decide_by(policy: RoutingPolicy) -> Decide:
     if isinstance(policy, OrderingPolicy):
         return policy.place
     if isinstance(policy, ScoringPolicy):

@@ -176,13 +176,23 @@ class StateFile:
         try:
             with self.path.open("rb") as file:
                 data = file.read(_MAX_STATE_BYTES + 1)
+            if len(data) > _MAX_STATE_BYTES:
+                raise ValueError(f"it is larger than {_MAX_STATE_BYTES} bytes")
+            fields = json.loads(data)
+            version = fields.get("format_version") if isinstance(fields, dict) else None
+            if version == _FORMAT_VERSION:
+                return GatewayState.model_validate(fields)
+            reason = f" has format version {version}; this release reads {_FORMAT_VERSION}"
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise StateError(f"state file {self.path}: {error.strerror}") from None
-        if len(data) > _MAX_STATE_BYTES:
-            raise StateError(f"state file {self.path} is larger than {_MAX_STATE_BYTES} bytes")
-        return _parsed(data, self.path)
+            reason = f": {error.strerror}"
+        except ValidationError as error:
+            first = error.errors(include_input=False)[0]
+            reason = f": {'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+        except (ValueError, RecursionError) as error:
+            reason = f" is broken: {str(error)[:200]}"
+        raise StateError(f"state file {self.path}{reason}")
 
     def write(self, state: GatewayState) -> None:
         """Replace it; once this returns the disk has it.
@@ -329,23 +339,6 @@ class StateStore:
             await asyncio.sleep(_WATCH_EVERY_S)
             if self.is_due or time.monotonic() - self._saved_s > _EVIDENCE_EVERY_S:
                 await self.save()
-
-
-def _parsed(data: bytes, path: Path) -> GatewayState:
-    try:
-        fields = json.loads(data)
-        version = fields.get("format_version") if isinstance(fields, dict) else None
-        if version == _FORMAT_VERSION:
-            return GatewayState.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_input=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise StateError(f"state file {path}: {field}: {first['msg']}") from None
-    except (ValueError, RecursionError) as error:
-        raise StateError(f"state file {path} is broken: {str(error)[:200]}") from None
-    raise StateError(
-        f"state file {path} has format version {version}; this release reads {_FORMAT_VERSION}"
-    )
 
 
 def _sync(folder: Path) -> None:

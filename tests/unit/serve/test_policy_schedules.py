@@ -21,6 +21,7 @@ from serve_app.policy.manager import PolicyManager
 from serve_app.policy.state import GatewayState, StateFile
 from tokenyard.artifact import RegistryError
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.policies.rule_name import Term
 from tokenyard.routing.scenario import load_scenario
 
 URI, SCENARIO = "a store", "poisson_085"
@@ -328,7 +329,7 @@ def test_a_policy_promoted_in_an_order_decides_in_it_after_a_restart_and_no_alia
     store = Store()
     fakes.append(store)
     gateway = Gateway(store)
-    ordered = in_order(POLICIES["x1"], "sjf@20", load_scenario(SCENARIO))
+    ordered = in_order(POLICIES["x1"], Term.parse("sjf@20"), load_scenario(SCENARIO))
     gateway.manager.start_experiment("x1+sjf@20", "shadow", 0.2, prepared=ordered)
     promoting = gateway.ask("promote")
     gateway.run_out()

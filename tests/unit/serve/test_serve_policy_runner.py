@@ -16,7 +16,7 @@ from unit.serve_builders import (
 )
 
 from serve_app.policy.loading import MAX_EXPLORE_FRACTION, check_exploration
-from serve_app.policy.runner import Failure, IncompatibleRequest
+from serve_app.policy.runner import IncompatibleRequest
 from tokenyard.routing.policies.delay import finish_s
 from tokenyard.routing.types import Decision, ReplicaSnapshot, Request
 
@@ -60,7 +60,7 @@ replicas = st.builds(
 @pytest.mark.parametrize("wrong", [-1, 3])
 def test_a_choice_outside_the_candidates_is_a_failure(make, wrong):
     manager = make(a_faulty_policy(lambda: wrong))
-    assert isinstance(manager.policy.decide(A_REQUEST, TWO), Failure)
+    assert manager.policy.decide(A_REQUEST, TWO) == "error"
     choice = manager.picker.pick(A_REQUEST, TWO)
     assert (choice.index, choice.fallback_reason) == (1, "error")
     assert manager.picker.counts.fallbacks == manager.policy.counts.fallbacks == {"error": 1}
@@ -79,7 +79,7 @@ def test_the_wrong_number_of_candidates_is_the_callers_mistake_and_not_a_failure
     manager = make(a_trained_policy(network_artifact()))
     with pytest.raises(IncompatibleRequest, match="3 replicas, got 2"):
         manager.policy.check_compatible([a_replica("a"), a_replica("b")])
-    assert manager.policy.decide(A_REQUEST, TWO).reason == "incompatible"
+    assert manager.policy.decide(A_REQUEST, TWO) == "incompatible"
     assert manager.policy.breaker.num_opened == manager.picker.counts.num_decisions == 0
 
 
