@@ -163,7 +163,7 @@ class Load:
         Raises:
             RuntimeError: The policy did not decide.
         """
-        counts = self.gateway.manager.counts
+        counts = self.gateway.manager.picker.counts
         self.gateway.manager.stop()
         self.log.close()
         if counts.fallbacks.total() > counts.num_decisions / 100:

@@ -36,7 +36,6 @@ from serve_app.http.auth import Access
 from serve_app.http.listener import Listener, hold_port
 from serve_app.http.tls import Certificate
 from serve_app.policy.audit_log import AuditLog
-from serve_app.policy.lifecycle import Lifecycle
 from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_policy
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT
@@ -160,9 +159,8 @@ class GatewayReplica:
             parts["allocation"] = self._allocator
         path = state_path_of(options)
         file = None if path is None else StateFile(path)
-        self._lifecycle = Lifecycle(manager, file, parts)
         may_be_missing = not options.must_be_there
-        self._lifecycle.resume(cluster.policy, cluster.explore_fraction, may_be_missing)
+        manager.resume(cluster.policy, cluster.explore_fraction, may_be_missing, file, parts)
         self._reshaping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._listener: Listener | None = None
@@ -208,7 +206,7 @@ class GatewayReplica:
 
     def make_api(self) -> FastAPI:
         """Make the application that answers."""
-        api = create_gateway_api(self._gateway, self._tokenizers, self._access, self._lifecycle)
+        api = create_gateway_api(self._gateway, self._tokenizers, self._access)
         if self._allocator is not None:
             from serve_app.allocation.plans import load_plan_policy
             from serve_app.http import allocation
@@ -217,7 +215,7 @@ class GatewayReplica:
             router = allocation.make_router(
                 self._allocator, self._access,
                 lambda name: load_plan_policy(name, scenario, self._registry),
-                self._gateway.manager.note, self._lifecycle.changing,
+                self._gateway.manager.note, self._gateway.manager.store.changing,
             )  # fmt: skip
             api.include_router(router)
         return api
@@ -249,7 +247,7 @@ class GatewayReplica:
 
     def _start(self) -> None:
         """Start what goes on until the end."""
-        self._lifecycle.start()
+        self._gateway.manager.start()
         if self._access.keys is not None:
             self._watching = asyncio.create_task(self._access.keys.watch(self._note_keys))
         for one in self._pools.values():
@@ -273,7 +271,7 @@ class GatewayReplica:
         if self._reshaping is not None:
             # Its replicas stay.
             self._reshaping.cancel()
-        await self._lifecycle.stop()
+        await self._gateway.manager.hand_over()
 
     async def _stop(self) -> None:
         if self._watching is not None:

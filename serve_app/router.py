@@ -120,8 +120,9 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         self._settings = CircuitBreakerSettings(**(circuit_breaker or {}))
         self._profile = None if profile is None else EngineProfile(**profile)
         rng = np.random.default_rng()
-        self._manager = PolicyManager(scenario, baseline, self._settings, rng)
-        self._manager.switch(policy, explore_fraction, may_be_missing=True)
+        manager = PolicyManager(scenario, baseline, self._settings, rng)
+        manager.switch(policy, explore_fraction, may_be_missing=True)
+        self._picker = manager.picker
         self._table = ReplicaTable(load_scenario(scenario).mean_lengths_tokens)
         self._clocks = RemoteClocks()
         self._tokenizer = EstimatingTokenizer()
@@ -146,9 +147,9 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         offered = self._table.offered(now_s, self._settings.stale_after_s)
         prompt = Prompt(self._token_ids(pending_request))
         length = len(prompt.token_ids)
-        request = Request(now_s, length, self._manager.policy.loaded.predicted_total_tokens(length))
+        request = Request(now_s, length, self._picker.policy.loaded.predicted_total_tokens(length))
         snapshots = self._table.snapshots(offered, prompt)
-        choice = self._manager.pick(request, snapshots, last_sent_s=snapshots.last_sent_s)
+        choice = self._picker.pick(request, snapshots, last_sent_s=snapshots.last_sent_s)
         # Reserved at once: the next request may be placed before this one is on its way.
         ids = snapshots.candidates.replica_ids
         self._reserve(pending_request, ids[choice.index], prompt)
@@ -188,7 +189,7 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         if state is None:
             return
         length = len(prompt.token_ids)
-        output = max(self._manager.policy.loaded.predicted_total_tokens(length) - length, 1.0)
+        output = max(self._picker.policy.loaded.predicted_total_tokens(length) - length, 1.0)
         state.send(request_id, prompt, state.match_tokens(prompt), output, steady_unix_s())
         self._reserved_at[request_id] = replica_id
 

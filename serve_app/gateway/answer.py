@@ -141,14 +141,10 @@ def record_of(
     answer: Answer, pick: Pick, attempt: int, outcome: str, num_sends: int
 ) -> DecisionRecord:
     """Lay out the log's row of an attempt that has ended."""
-    choice = pick.choice
     return DecisionRecord(
         decision_id=new_id(), request_id=answer.wanted.request_id, attempt=attempt,
-        time_s=pick.time_s, policy=pick.policy, service_class=answer.service_class.name,
-        request=pick.request, snapshots=pick.snapshots, pools=pick.snapshots.candidates.pools,
-        scores=choice.scores, index=choice.index, propensity=choice.propensity,
-        explored=choice.explored, fallback_reason=choice.fallback_reason,
-        decision_us=choice.decision_us, outcome=outcome, output_tokens=answer.num_tokens,
-        ttft_s=answer.ttft_s, response_s=answer.response_s, arm=pick.arm,
-        mlflow_run=pick.mlflow_run, order_key=pick.order_key, num_sends=num_sends,
+        time_s=pick.time_s, service_class=answer.service_class.name, choice=pick.choice,
+        pools=pick.snapshots.candidates.pools, outcome=outcome, output_tokens=answer.num_tokens,
+        ttft_s=answer.ttft_s, response_s=answer.response_s, order_key=pick.order_key,
+        num_sends=num_sends,
     )  # fmt: skip

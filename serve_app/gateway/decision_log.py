@@ -79,7 +79,7 @@ class DecisionLog:
             self._warn("the writer is too slow")
             self._num_refused += 1
             return
-        self._num_put += len(record.snapshots)
+        self._num_put += len(record.choice.snapshots)
         self._queue.append(record)
         # Not for every row: a thread that wakes interrupts this one.
         if len(self._queue) >= _ROWS_PER_FILE or queued >= _CANDIDATES_PER_FILE:
@@ -115,7 +115,7 @@ class DecisionLog:
             if num_candidates >= _CANDIDATES_PER_FILE:
                 break
             records.append(self._queue.popleft())
-            num_candidates += len(records[-1].snapshots)
+            num_candidates += len(records[-1].choice.snapshots)
         self._num_taken += num_candidates
         return records
 
@@ -170,7 +170,7 @@ def _groups(records: list[DecisionRecord]) -> Iterator[list[DecisionRecord]]:
     num_candidates = 0
     for one in records:
         group.append(one)
-        num_candidates += len(one.snapshots)
+        num_candidates += len(one.choice.snapshots)
         if num_candidates >= _CANDIDATES_PER_GROUP:
             yield group
             group, num_candidates = [], 0

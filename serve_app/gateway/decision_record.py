@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenyard.routing.types import OrderKey, ReplicaSnapshot, Request
-from tokenyard.types import FloatArray
+from serve_app.policy.runner import ReplicaChoice
+from tokenyard.routing.types import OrderKey
 
 
 # Not frozen: that takes four times as long to make, and every request makes one.
@@ -20,19 +19,10 @@ class DecisionRecord:
     """0 for the first time that the request was placed."""
     time_s: float
     """Unix time of the decision, seconds."""
-    policy: str
-    """`name@sha256`."""
     service_class: str
-    request: Request
-    snapshots: Sequence[ReplicaSnapshot]
+    choice: ReplicaChoice
     pools: tuple[str, ...]
     """Pool of every candidate."""
-    scores: FloatArray | None
-    index: int
-    propensity: float | None
-    explored: bool
-    fallback_reason: str | None
-    decision_us: float
     outcome: str
     """`stop`, `length`, `abort` (the client left), `timeout`, `cut_off` (the gateway ended),
     `failed`, `rejected` (the endpoint has something against the request); `unknown` where only the
@@ -42,10 +32,6 @@ class DecisionRecord:
     """Arrival to first token; NaN: there was none."""
     response_s: float
     """Arrival to the end; NaN: it was not completed."""
-    arm: str = "champion"
-    """Whose decision it was while a canary had its share: `champion` or `canary`."""
-    mlflow_run: str | None = None
-    """Run that trained the policy, where it comes from the registry."""
     order_key: OrderKey | None = None
     """Key that it waited by, Unix time, seconds; None: behind all that waited."""
     num_sends: int = 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from serve_app.gateway.decision_record import DecisionRecord
+from serve_app.policy.runner import ReplicaChoice
 from tokenyard.routing import snapshot_table as st
 from tokenyard.routing.snapshot_table import SnapshotTable
 from tokenyard.types import FloatArray
@@ -59,7 +60,8 @@ _OWN = [
     ("output_tokens", pa.int64()), ("ttft_s", pa.float64()), ("response_s", pa.float64()),
     ("arm", pa.string()), ("mlflow_run", pa.string()), ("num_sends", pa.int64()),
 ]  # fmt: skip
-"""Fields of the record itself."""
+"""Fields of the record itself, and of its choice."""
+_OF_RECORD = frozenset(field.name for field in fields(DecisionRecord))
 _ORDER_KEY = [
     ("order_key_s", pa.float64()), ("late_at_s", pa.float64()), ("late_key_s", pa.float64()),
 ]  # fmt: skip
@@ -86,13 +88,16 @@ def lay_out(records: Sequence[DecisionRecord]) -> pa.Table:
     Raises:
         pa.ArrowException, AttributeError, TypeError, ValueError: A record is not what it should be.
     """
-    requests = [one.request for one in records]
+    choices = [record.choice for record in records]
+    requests = [choice.request for choice in choices]
     columns = [pa.array(np.full(len(records), FORMAT_VERSION), pa.int64())]
-    columns += [_column([getattr(one, name) for one in records], kind) for name, kind in _OWN]
+    for name, kind in _OWN:
+        rows = records if name in _OF_RECORD else choices
+        columns.append(_column([getattr(row, name) for row in rows], kind))
     keys = np.array([one.order_key or _NO_ORDER for one in records], dtype=np.float64)
     columns += [pa.array(one, mask=~np.isfinite(one)) for one in keys.T]
     columns += [_column([getattr(one, name) for one in requests], kind) for name, kind in _REQUEST]
-    chosen = [_ids(one)[one.index] for one in records]
+    chosen = [_ids(choice)[choice.index] for choice in choices]
     columns += [_column(chosen, pa.string()), _candidates(records)]
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
@@ -101,34 +106,35 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
     return pa.array(values, kind, from_pandas=True)
 
 
-def _ids(record: DecisionRecord) -> Sequence[str]:
-    snapshots = record.snapshots
+def _ids(choice: ReplicaChoice) -> Sequence[str]:
+    snapshots = choice.snapshots
     if isinstance(snapshots, SnapshotTable):
         return snapshots.candidates.replica_ids
     return [one.replica_id for one in snapshots]
 
 
 def _candidates(records: Sequence[DecisionRecord]) -> pa.ListArray:
-    tables = [one.snapshots for one in records if isinstance(one.snapshots, SnapshotTable)]
+    choices = [record.choice for record in records]
+    tables = [one.snapshots for one in choices if isinstance(one.snapshots, SnapshotTable)]
     if len(tables) == len(records):
-        candidates = _of_tables(tables, [one.scores for one in records])
+        candidates = _of_tables(tables, [choice.scores for choice in choices])
     else:
-        rows = [row for one in records for row in _rows(one)]
+        rows = [row for record in records for row in _rows(record.choice, record.pools)]
         candidates = pa.array(rows, _CANDIDATE, from_pandas=True)
-    ends = np.cumsum([0, *(len(one.snapshots) for one in records)])
+    ends = np.cumsum([0, *(len(choice.snapshots) for choice in choices)])
     offsets = pa.array(ends, pa.int32())
     return pa.ListArray.from_arrays(offsets, candidates).cast(SCHEMA.field("candidates").type)
 
 
-def _rows(record: DecisionRecord) -> list[dict[str, Any]]:
+def _rows(choice: ReplicaChoice, pools: Sequence[str]) -> list[dict[str, Any]]:
     """Candidates that are objects, one dictionary for each."""
-    found = []
-    for number, snapshot in enumerate(record.snapshots):
-        fields = asdict(snapshot)
-        engine = fields.pop("engine") or {}
-        score = None if record.scores is None else float(record.scores[number])
-        found.append(fields | engine | {"pool": record.pools[number], "score": score})
-    return found
+    rows = []
+    for number, snapshot in enumerate(choice.snapshots):
+        row = asdict(snapshot)
+        engine = row.pop("engine") or {}
+        score = None if choice.scores is None else float(choice.scores[number])
+        rows.append(row | engine | {"pool": pools[number], "score": score})
+    return rows
 
 
 def _of_tables(

@@ -136,8 +136,8 @@ class Gateway:
         self.history = History()
         self.outliers = OutlierDetector(self.cluster.outlier_ejection)
         self._placement = Placement(
-            self.cluster, self.manager, self.backends, self.table, self.history, self.outliers,
-            self.metrics, self.clock_s,
+            self.cluster, self.manager.picker, self.backends, self.table, self.history,
+            self.outliers, self.metrics, self.clock_s,
         )  # fmt: skip
         queue = self.cluster.queue
         self.holding = None
@@ -221,9 +221,10 @@ class Gateway:
             request, service_class, downstream, request.prompt, self.clock_s(), wait,
             model, grant, self.cluster.tenant_share(request.tenant), self.max_tokens_of(model),
         )  # fmt: skip
-        if self.manager.experiment is not None:
-            self.manager.experiment.open(
-                request.request_id, self.manager.arm_of(request.request_id),
+        picker = self.manager.picker
+        if picker.experiment is not None:
+            picker.experiment.open(
+                request.request_id, picker.arm_of(request.request_id),
                 len(request.token_ids), answer.arrival_s, service_class.response_s,
             )  # fmt: skip
         return answer
@@ -342,9 +343,10 @@ class Gateway:
             answer.wanted.span.finish(answer.num_tokens, answer.finish_reason)
         now_s = self.clock_s()
         attained = answer.attained_slo(now_s)
-        self.manager.settle(
-            answer.wanted.request_id, attained, answer.response_s, answer.num_tokens, now_s
-        )
+        if (experiment := self.manager.picker.experiment) is not None:
+            experiment.close(
+                answer.wanted.request_id, attained, answer.response_s, answer.num_tokens, now_s
+            )
         if attained is not None:
             self.history.finish(now_s, answer.ttft_s, answer.response_s, attained)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from serve_app.policy.runner import Choice
+from serve_app.policy.runner import ReplicaChoice
 from tokenyard.routing.snapshot_table import LIVE_NUM_RUNNING, LIVE_NUM_WAITING, SnapshotTable
 
 BIN_S = 5.0
@@ -71,16 +71,10 @@ class History:
                 if len(times) > _MAX_TIMES:
                     del times[::2]
 
-    def decide(
-        self,
-        now_s: float,
-        policy: str,
-        snapshots: SnapshotTable,
-        choice: Choice,
-    ) -> None:
+    def decide(self, now_s: float, snapshots: SnapshotTable, choice: ReplicaChoice) -> None:
         """Note where a request went; laid out only when somebody looks."""
         self._bin(now_s).sent[snapshots.candidates.pools[choice.index]] += 1
-        self._decisions.append((now_s, policy, snapshots, choice))
+        self._decisions.append((now_s, snapshots, choice))
 
     def rows(self) -> list[dict[str, Any]]:
         """Bins, oldest first."""
@@ -104,9 +98,7 @@ class History:
         return self._bins[-1]
 
 
-def _decision(
-    now_s: float, policy: str, snapshots: SnapshotTable, choice: Choice
-) -> dict[str, Any]:
+def _decision(now_s: float, snapshots: SnapshotTable, choice: ReplicaChoice) -> dict[str, Any]:
     candidates, live = snapshots.candidates, snapshots.live
     scores = [None] * len(live) if choice.scores is None else choice.scores.tolist()
     waiting, running = live[:, [LIVE_NUM_WAITING, LIVE_NUM_RUNNING]].T.astype(int).tolist()
@@ -114,7 +106,7 @@ def _decision(
     rows = zip(candidates.replica_ids, candidates.pools, scores, waiting, running, strict=True)
     return {
         "time_s": now_s,
-        "policy": policy,
+        "policy": choice.policy,
         "chosen": choice.index,
         "explored": choice.explored,
         "fallback_reason": choice.fallback_reason,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve_app.gateway.replicas import ReplicaState
-from serve_app.policy.experiment import Arm
-from serve_app.policy.runner import Choice
+from serve_app.policy.runner import ReplicaChoice
 from tokenyard.routing.snapshot_table import SnapshotTable
-from tokenyard.routing.types import OrderKey, Request
+from tokenyard.routing.types import OrderKey
 
 
 # Not frozen: that takes four times as long to make, and every request makes one.
@@ -19,12 +18,8 @@ class Pick:
     time_s: float
     """When that was, Unix time, seconds."""
     replica: ReplicaState
-    choice: Choice
+    choice: ReplicaChoice
     snapshots: SnapshotTable
-    request: Request
-    policy: str
-    mlflow_run: str | None
-    arm: Arm
     by_ray: bool
     order_key: OrderKey | None
     """Key that the request waits by, Unix time, seconds; None: it waits behind all others."""

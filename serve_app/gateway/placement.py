@@ -25,8 +25,8 @@ from serve_app.gateway.order import bounded_key
 from serve_app.gateway.outliers import BackOff, OutlierDetector
 from serve_app.gateway.pick import Pick
 from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
-from serve_app.policy.manager import PolicyManager
-from serve_app.policy.runner import RAY_DEFAULT, Choice
+from serve_app.policy.picker import ReplicaPicker
+from serve_app.policy.runner import RAY_DEFAULT, ReplicaChoice
 from tokenyard.routing.observation import WAIT_S
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.sent_queues import SentQueues
@@ -109,7 +109,7 @@ class Placement:
     def __init__(
         self,
         cluster: Cluster,
-        manager: PolicyManager,
+        picker: ReplicaPicker,
         backends: Mapping[str, Backend],
         table: ReplicaTable,
         history: History,
@@ -121,7 +121,7 @@ class Placement:
 
         Args:
             cluster: Its circuit breaker's settings count.
-            manager: Who decides.
+            picker: Who decides.
             backends: Pools, by name.
             table: Their replicas.
             history: Is told of every decision.
@@ -142,7 +142,7 @@ class Placement:
         """Of one replica, by the number of its pool."""
         none: IntArray = np.zeros(0, dtype=np.int64)
         keep_with_room(table.state, none, self._most, none)  # Loads what is compiled.
-        self._manager, self._backends, self._table = manager, backends, table
+        self._picker, self._backends, self._table = picker, backends, table
         self._history, self._outliers, self._metrics = history, outliers, metrics
         self._clock_s = clock_s
         self._full = BackOff(_FULL_BASE_S, _FULL_MAX_S, outliers.clock_s)
@@ -170,7 +170,7 @@ class Placement:
             ReplicaFull: All that are left have as many requests in flight as they may.
         """
         started_ns, by_ray = time.perf_counter_ns(), None
-        if self._manager.policy.name == RAY_DEFAULT:
+        if self._picker.policy.name == RAY_DEFAULT:
             by_ray = await self._ask_ray(asked.tried)
         return self._pick(asked, by_ray, started_ns)
 
@@ -197,8 +197,8 @@ class Placement:
             expected_wait_s: For how long that will be, as far as one can tell, seconds; only asked
                 where it gets a key.
         """
-        manager, now_s = self._manager, self._clock_s()
-        runner = manager.deciding(manager.arm_of(asked.request_id))
+        picker, now_s = self._picker, self._clock_s()
+        runner = picker.deciding(picker.arm_of(asked.request_id))
         rows = self._candidates(asked, now_s)
         if asked.is_ordered or not runner.orders or not len(rows):
             return
@@ -309,40 +309,37 @@ class Placement:
                 raise ReplicaFull("every endpoint has max_ongoing requests in flight")
             self._check_rest(asked, now_s)
             return None
-        manager, arm = self._manager, self._manager.arm_of(asked.request_id)
+        picker, arm = self._picker, self._picker.arm_of(asked.request_id)
         snapshots = self._shown(rows, asked.prompt)
-        runner = manager.deciding(arm)
-        request = self._request(asked, runner.loaded.predicted_total_tokens)
+        request = self._request(asked, picker.deciding(arm).loaded.predicted_total_tokens)
         if index is not None:
-            choice = manager.pick_by_ray(index, started_ns)
+            choice = picker.pick_by_ray(request, snapshots, index, started_ns, arm)
         else:
             # Either all that are offered were heard of lately, or none.
             stale = now_s - snapshots.live[0, LIVE_OBSERVED_AT_S] > self._stale_after_s
             last_sent_s = snapshots.last_sent_s
-            choice = manager.pick(
+            choice = picker.pick(
                 request, snapshots, stale, arm, last_sent_s=last_sent_s, has_key=asked.is_ordered
             )
         snapshots.release()
         if not asked.tried:
             # Only now: a shadow reads them in a thread of its own, and what was sent changes here.
-            manager.observe(asked.request_id, request, snapshots, choice)
+            picker.observe(asked.request_id, choice)
         replica = self._table.at(int(rows[choice.index]))
-        return Pick(
-            now_s, replica, choice, snapshots, request, runner.label, runner.mlflow_run, arm,
-            index is not None, self._order_key(asked, choice, now_s),
-        )  # fmt: skip
+        order_key = self._order_key(asked, choice, now_s)
+        return Pick(now_s, replica, choice, snapshots, index is not None, order_key)
 
     def _shown(self, rows: IntArray, prompt: Prompt) -> SnapshotTable:
         """What policies see of some replicas, with what may wait there where one looks at it."""
         snapshots = self._table.snapshots(rows, prompt)
-        if self._manager.sees_queues:
+        if self._picker.sees_queues:
             # Here and not where a policy looks: one that never decides would let it grow.
             sent, waiting = self._sent, snapshots.live[:, LIVE_NUM_WAITING].copy()
             sent.keep_latest(sent.rows_of(snapshots.replica_ids), waiting)
             snapshots.sent = sent
         return snapshots
 
-    def _order_key(self, asked: Placeable, choice: Choice, now_s: float) -> OrderKey | None:
+    def _order_key(self, asked: Placeable, choice: ReplicaChoice, now_s: float) -> OrderKey | None:
         """Key that a request waits by: it keeps that of its first placement."""
         if asked.is_ordered:
             return asked.order_key
@@ -478,11 +475,12 @@ class Placement:
 
     def _reserve(self, asked: Placeable, pick: Pick, now_s: float) -> None:
         """Note that the request is on its way, before anything else can be placed."""
-        choice, context, replica = pick.choice, pick.request.context_tokens, pick.replica
+        choice, replica = pick.choice, pick.replica
+        context = choice.request.context_tokens
         match_tokens = int(pick.snapshots.live[choice.index, LIVE_MATCH_TOKENS])
-        output_tokens = pick.request.predicted_total_tokens - context
+        output_tokens = choice.request.predicted_total_tokens - context
         replica.send(asked.request_id, asked.prompt, match_tokens, output_tokens, now_s)
-        if self._manager.sees_queues:
+        if self._picker.sees_queues:
             key_s = now_s if pick.order_key is None else pick.order_key.key_s
             self._sent.add(replica.replica_id, key_s, float(context))
         metrics, series = self._metrics, self._metrics.of_pool(replica.pool)
@@ -493,7 +491,7 @@ class Placement:
             metrics.fallbacks.labels(choice.fallback_reason).inc()
         if choice.explored:
             metrics.explored.inc()
-        self._history.decide(now_s, pick.policy, pick.snapshots, choice)
+        self._history.decide(now_s, pick.snapshots, choice)
 
     async def _ask_ray(self, tried: set[str]) -> str | None:
         """Let Ray's router choose, among those that have not failed so far."""

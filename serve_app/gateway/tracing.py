@@ -40,7 +40,7 @@ class RequestSpan:
         choice, replica = pick.choice, pick.replica
         attributes: dict[str, str | int | float] = {
             "tokenyard.pool": replica.pool, "tokenyard.replica": replica.replica_id,
-            "tokenyard.policy": pick.policy, "tokenyard.arm": pick.arm,
+            "tokenyard.policy": choice.policy, "tokenyard.arm": choice.arm,
             "tokenyard.decision_us": choice.decision_us, "tokenyard.explored": choice.explored,
             "tokenyard.retries": self._num_attempts,
         }  # fmt: skip

@@ -16,7 +16,7 @@ from serve_app.http.decide_schema import GatewayPolicyAnswer, Problem
 from serve_app.http.errors import PROBLEMS
 from serve_app.http.policies_schema import PoliciesAnswer, PoliciesChange, describe_policies
 from serve_app.http.reasons import BadRequest
-from serve_app.policy.lifecycle import Conflict, Lifecycle
+from serve_app.policy.experiment import Conflict
 
 _PAGE = resources.files("serve_app").joinpath("http/dashboard.html")
 _PAGE_MAY = (
@@ -38,9 +38,9 @@ class PolicyChange(BaseModel):
     """Absent: the cluster file's."""
 
 
-def policy_router(gateway: Gateway, access: Access, lifecycle: Lifecycle) -> APIRouter:
+def policy_router(gateway: Gateway, access: Access) -> APIRouter:
     """Routes about who decides."""
-    router = APIRouter()
+    router, manager = APIRouter(), gateway.manager
     is_authorized, may_change = [Depends(access.is_authorized)], [Depends(access.may_change)]
 
     @router.get("/v1/policy", dependencies=is_authorized, responses={401: {"model": Problem}})
@@ -56,7 +56,7 @@ def policy_router(gateway: Gateway, access: Access, lifecycle: Lifecycle) -> API
         if explore is None:
             explore = gateway.cluster.explore_fraction
         try:
-            await lifecycle.switch(body.policy, explore)
+            await manager.switch_by_hand(body.policy, explore)
         except Conflict as error:
             raise BadRequest(str(error), 409) from None
         except (ValueError, OSError) as error:
@@ -66,7 +66,7 @@ def policy_router(gateway: Gateway, access: Access, lifecycle: Lifecycle) -> API
     @router.get("/v1/policies", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def policies(request: Request) -> PoliciesAnswer:
         """Say who decides, who did before, and how the experiment goes."""
-        answer = describe_policies(lifecycle)
+        answer = describe_policies(manager)
         if not access.is_admin(request):
             for event in answer.events:
                 del event["by"]
@@ -78,12 +78,12 @@ def policy_router(gateway: Gateway, access: Access, lifecycle: Lifecycle) -> API
     async def change_policies(body: PoliciesChange) -> PoliciesAnswer:
         """Try a policy in an experiment, end that, promote what was tried, or roll back."""
         try:
-            await lifecycle.change(body.action, body.policy, body.share, body.alpha)
+            await manager.change(body.action, body.policy, body.share, body.alpha)
         except Conflict as error:
             raise BadRequest(" ".join(str(error).split()), 409) from None
         except (ValueError, OSError) as error:
             raise BadRequest(" ".join(str(error).split()), 422) from None
-        return describe_policies(lifecycle)
+        return describe_policies(manager)
 
     return router
 
@@ -150,9 +150,10 @@ def _status(gateway: Gateway) -> str:
 def describe(gateway: Gateway) -> GatewayPolicyAnswer:
     """Say what decides and what has happened since the start."""
     manager, log = gateway.manager, gateway.log
-    times = np.array(manager.decision_us)
+    picker = manager.picker
+    times = np.array(picker.decision_us)
     p50, p99 = np.percentile(times, [50, 99]).tolist() if len(times) else (None, None)
-    policy, counts = manager.policy, manager.counts
+    policy, counts = picker.policy, picker.counts
     return GatewayPolicyAnswer(
         **policy.loaded.card.model_dump(),
         explore_fraction=policy.explore_fraction,
@@ -168,5 +169,5 @@ def describe(gateway: Gateway) -> GatewayPolicyAnswer:
         decision_p50_us=p50,
         decision_p99_us=p99,
         last_decisions_us=times.tolist(),
-        last_decisions_cpu_us=list(manager.decision_cpu_us),
+        last_decisions_cpu_us=list(picker.decision_cpu_us),
     )

@@ -18,7 +18,7 @@ from serve_app.http.auth import Access
 from serve_app.http.decide_schema import Problem
 from serve_app.http.errors import PROBLEMS
 from serve_app.http.reasons import BadRequest
-from serve_app.policy.lifecycle import Conflict
+from serve_app.policy.experiment import Conflict
 from tokenyard.allocation.types import AllocationPolicy, Plan
 
 _SHOWN_SLOTS = 600
@@ -138,7 +138,7 @@ def make_router(
         access: Who may.
         load_policy: Makes a policy that is asked for by name.
         note: Is told of every change by hand.
-        changing: Surrounds it: see `Lifecycle.changing`.
+        changing: Surrounds it: see `StateStore.changing`.
     """
     router = APIRouter()
     is_authorized, may_change = [Depends(access.is_authorized)], [Depends(access.may_change)]

@@ -16,7 +16,6 @@ from serve_app.http.auth import Access
 from serve_app.http.data_path import DataPath, Tokenizers
 from serve_app.http.docs_page import documentation
 from serve_app.http.intake import Intake, PendingBodies, with_cors
-from serve_app.policy.lifecycle import Lifecycle
 
 
 class GatewayApi(FastAPI):
@@ -45,19 +44,13 @@ class GatewayApi(FastAPI):
         return self.openapi_schema
 
 
-def create_gateway_api(
-    gateway: Gateway,
-    tokenizers: Tokenizers,
-    access: Access,
-    lifecycle: Lifecycle | None = None,
-) -> FastAPI:
+def create_gateway_api(gateway: Gateway, tokenizers: Tokenizers, access: Access) -> FastAPI:
     """Lay the HTTP routes over a gateway; one that only decides has no model, and regions.
 
     Args:
         gateway: Serves requests.
         tokenizers: Of the models that are served: see `serve_app.http.data_path`.
         access: Who may ask.
-        lifecycle: Changes who decides; None: one that forgets.
     """
     # The usual documentation pages load scripts from the network; /docs is plain HTML instead.
     api = GatewayApi(title="Tokenyard gateway", docs_url=None, redoc_url=None)
@@ -74,7 +67,7 @@ def create_gateway_api(
         path = DataPath(gateway, tokenizers, errors.refuse)
         intake = Intake(path, access, bodies, errors.refuse)
         api.data_path = with_cors(intake, gateway.cluster.gateway.cors)
-    for router in _routers(gateway, access, lifecycle or Lifecycle(gateway.manager)):
+    for router in _routers(gateway, access):
         api.include_router(router)
         for own in router.routes:
             if isinstance(own, APIRoute) and bodies.are_handed_on(own.path):
@@ -87,12 +80,13 @@ def create_gateway_api(
     return api
 
 
-def _routers(gateway: Gateway, access: Access, lifecycle: Lifecycle) -> list[APIRouter]:
+def _routers(gateway: Gateway, access: Access) -> list[APIRouter]:
     decide_only = gateway.cluster.decide_only
-    service = decide.RouteService(gateway.manager, decide_only, gateway.log, gateway.clock_s)
+    picker = gateway.manager.picker
+    service = decide.RouteService(picker, decide_only, gateway.log, gateway.clock_s)
     routers = [
         decide.make_router(service, access),
-        admin.policy_router(gateway, access, lifecycle),
+        admin.policy_router(gateway, access),
         admin.state_router(gateway, access),
         pools.make_router(gateway, access),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from fastapi import APIRouter, Depends
 
@@ -15,10 +15,8 @@ from serve_app.gateway.order import order_fields
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import RouteAnswer, RouteMessage
 from serve_app.http.errors import PROBLEMS
-from serve_app.policy.experiment import Arm
-from serve_app.policy.manager import PolicyManager
-from serve_app.policy.runner import Choice, PolicyRunner
-from tokenyard.routing.types import ReplicaSnapshot, Request
+from serve_app.policy.picker import ReplicaPicker
+from serve_app.policy.runner import Arm, PolicyRunner
 
 
 class RouteService:
@@ -31,20 +29,20 @@ class RouteService:
 
     def __init__(
         self,
-        manager: PolicyManager,
+        picker: ReplicaPicker,
         decide_only: bool,
         log: DecisionLog | None = None,
         clock_s: Callable[[], float] = time.time,
     ) -> None:
-        """Ask a manager.
+        """Ask a picker.
 
         Args:
-            manager: Knows who decides.
+            picker: Decides.
             decide_only: Whether nothing else is served.
             log: Where decisions are written; None: nowhere.
             clock_s: Unix time, seconds.
         """
-        self._manager = manager
+        self._picker = picker
         self._decide_only = decide_only
         self._log = log if decide_only else None
         self._clock_s = clock_s
@@ -57,21 +55,26 @@ class RouteService:
             IncompatibleRequest: The policy decides between another number of replicas, or needs to
                 know more of them.
         """
-        decision_id = uuid.uuid4().hex
-        arm = self._manager.arm_of(decision_id) if self._decide_only else "champion"
+        decision_id, picker = uuid.uuid4().hex, self._picker
+        arm = picker.arm_of(decision_id) if self._decide_only else "champion"
         runner = self._runner(arm)
         card = runner.loaded.card
         predicted = runner.loaded.predicted_total_tokens(message.request.context_tokens)
         due_s = card.slo_response_s
         request = message.request.to_request(self._clock_s(), predicted, due_s)
-        snapshots = [snapshot.to_snapshot(request.arrival_s) for snapshot in message.snapshots]
-        self._manager.policy.check_compatible(snapshots)
-        asked = None if self._decide_only else runner
-        choice = self._manager.pick(request, snapshots, arm=arm, runner=asked)
+        snapshots = tuple(snapshot.to_snapshot(request.arrival_s) for snapshot in message.snapshots)
+        picker.policy.check_compatible(snapshots)
+        copy = None if self._decide_only else runner
+        choice = picker.pick(request, snapshots, arm=arm, copy=copy)
         if self._decide_only:
-            self._manager.observe(decision_id, request, snapshots, choice)
+            picker.observe(decision_id, choice)
         if self._log is not None:
-            self._log.write(_record(decision_id, runner, request, snapshots, choice, arm))
+            # Somebody else sends the request: nothing is known of its end.
+            record = DecisionRecord(
+                decision_id, decision_id, 0, request.arrival_s, "", choice,
+                ("",) * len(snapshots), "unknown", 0, math.nan, math.nan, choice.order_key,
+            )  # fmt: skip
+            self._log.write(record)
         return RouteAnswer(
             decision_id=decision_id,
             replica_id=snapshots[choice.index].replica_id,
@@ -86,32 +89,12 @@ class RouteService:
         )
 
     def _runner(self, arm: Arm) -> PolicyRunner:
-        deciding = self._manager.deciding(arm)
+        deciding = self._picker.deciding(arm)
         if self._decide_only:
             return deciding
         if self._copy is None or self._copy.loaded is not deciding.loaded:
-            self._copy = self._manager.runner(deciding.name, deciding.loaded)
+            self._copy = self._picker.runner(deciding.name, deciding.loaded)
         return self._copy
-
-
-def _record(
-    decision_id: str,
-    runner: PolicyRunner,
-    request: Request,
-    snapshots: Sequence[ReplicaSnapshot],
-    choice: Choice,
-    arm: Arm,
-) -> DecisionRecord:
-    """What is known of a decision whose request somebody else sends."""
-    return DecisionRecord(
-        decision_id=decision_id, request_id=decision_id, attempt=0, time_s=request.arrival_s,
-        policy=runner.label, service_class="", request=request, snapshots=tuple(snapshots),
-        pools=("",) * len(snapshots), scores=choice.scores, index=choice.index,
-        propensity=choice.propensity, explored=choice.explored,
-        fallback_reason=choice.fallback_reason, decision_us=choice.decision_us, outcome="unknown",
-        output_tokens=0, ttft_s=math.nan, response_s=math.nan, mlflow_run=runner.mlflow_run,
-        order_key=choice.order_key, arm=arm,
-    )  # fmt: skip
 
 
 def make_router(service: RouteService, access: Access) -> APIRouter:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from serve_app.policy.card import PolicyReference
 from serve_app.policy.experiment import MAX_SHARE, Experiment, Mode
-from serve_app.policy.lifecycle import Action, Lifecycle
+from serve_app.policy.manager import Action, PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
 from tokenyard.statistics.sequential import DEFAULT_ALPHA
 
@@ -93,17 +93,16 @@ class PoliciesAnswer(BaseModel):
     file for it."""
 
 
-def describe_policies(lifecycle: Lifecycle) -> PoliciesAnswer:
+def describe_policies(manager: PolicyManager) -> PoliciesAnswer:
     """Say who decides, who did before, and how the experiment goes."""
-    manager = lifecycle.manager
     previous, experiment = manager.previous, manager.experiment
     return PoliciesAnswer(
         champion=_breaker(manager.policy),
         previous=None if previous is None else _reference(previous),
         experiment=None if experiment is None else _describe_experiment(experiment),
-        events=[asdict(one) for one in reversed(manager.events)],
-        registry=lifecycle.registry_note,
-        state=lifecycle.state_note,
+        events=[asdict(event) for event in reversed(manager.events)],
+        registry=manager.registry_note,
+        state=manager.store.note,
     )
 
 
@@ -149,8 +148,8 @@ def _describe_experiment(experiment: Experiment) -> ExperimentAnswer:
             "decisions_left_out": shadow.num_left_out,
             "gains_withheld": shadow.withheld,
             "estimated_gains": {
-                key: EstimateAnswer(**{k: _or_none(v) for k, v in one._asdict().items()})
-                for key, one in shadow.gains.items()
+                key: EstimateAnswer(**{k: _or_none(v) for k, v in gain._asdict().items()})
+                for key, gain in shadow.gains.items()
             },
         }
     return answer.model_copy(update=more)

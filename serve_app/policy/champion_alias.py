@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 from tokenyard import registry
@@ -25,10 +25,36 @@ Aliases = Mapping[str, str]
 InThread = Callable[..., Awaitable[Any]]
 """Calls a function in a thread, as `asyncio.to_thread`."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_REGISTRY_S = 30.0
+"""Longest time for which an answer waits for the registry."""
 
 
 class PromotionDropped(RuntimeError):
     """A promotion that nobody wants any more once the registry has answered."""
+
+
+class Background:
+    """Tasks that nobody else holds."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin a task."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    def stop(self) -> None:
+        """Cancel all."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # Whoever still waits is told; else nobody need be.
 
 
 class ChampionAlias:
@@ -47,7 +73,7 @@ class ChampionAlias:
         Args:
             uri: Of the registry.
             model: Registered model.
-            wanted: Aliases that the policy that decides should have; None: as they are.
+            wanted: Returns the champion's aliases; None: as they are.
             save: Writes down all that must not be forgotten.
             in_thread: Calls functions of the registry, which block.
         """
@@ -59,8 +85,19 @@ class ChampionAlias:
         self.note: str | None = None
         """What was written last, or why it could not be."""
         self._wanted, self._save, self._in_thread = wanted, save, in_thread
-        self._writing = asyncio.Lock()
+        self._writing, self._background = asyncio.Lock(), Background()
         self._following: asyncio.Task[None] | None = None
+
+    def resume(self, known: Collection[str], is_settled: bool, wanted: Aliases | None) -> None:
+        """Go on where an earlier gateway was, and write what it has not; blocks."""
+        self.known, self.is_settled = set(known), is_settled
+        if is_settled or wanted is None:
+            return
+        try:
+            registry.settle(self.uri, self.model, wanted, self.known)
+            self.is_settled = True
+        except RegistryError as error:
+            self._note_failure(error)
 
     def follow(self) -> None:
         """Bring the aliases to what is wanted now, in the background, until that has worked."""
@@ -68,12 +105,11 @@ class ChampionAlias:
             return
         self.is_settled = False
         if self._following is None or self._following.done():
-            self._following = asyncio.create_task(self._follow())
+            self._following = self._background.run(self._follow())
 
     def stop(self) -> None:
         """Give up; what is not settled is for the next gateway."""
-        if self._following is not None:
-            self._following.cancel()
+        self._background.stop()
 
     async def promote(
         self,
@@ -84,7 +120,7 @@ class ChampionAlias:
     ) -> None:
         """Move the alias to an artifact, and let it decide in the step in which that is known.
 
-        Must not be cancelled: a thread that writes cannot be called back.
+        What a thread still writes once nobody waits any more is taken back afterwards.
 
         Args:
             artifact: Of the new champion.
@@ -94,8 +130,39 @@ class ChampionAlias:
 
         Raises:
             PromotionDropped: Nobody wants it any more. The aliases go back to what is wanted.
-            RegistryError: The registry cannot be written, or somebody else has promoted meanwhile.
+            RegistryError: The registry cannot be written, does not answer in time, or somebody
+                else has promoted meanwhile.
         """
+        is_awaited, is_done = True, False
+
+        def finish_if_awaited(after: Aliases) -> bool:
+            nonlocal is_done
+            is_done = is_awaited and finish(after)
+            return is_done
+
+        # Not to be cancelled with the caller: a thread that writes cannot be called back.
+        writing = self._background.run(
+            self._promote(
+                artifact, tags, lambda before: is_awaited and begin(before), finish_if_awaited
+            )
+        )
+        try:
+            await asyncio.wait([writing], timeout=_REGISTRY_S)
+        finally:
+            is_awaited = False  # Also where the caller has left.
+        if is_done:
+            return
+        if not writing.done():
+            raise RegistryError("the registry does not answer in time")
+        await writing
+
+    async def _promote(
+        self,
+        artifact: PolicyArtifact,
+        tags: Mapping[str, str],
+        begin: Callable[[Aliases], bool],
+        finish: Callable[[Aliases], bool],
+    ) -> None:
         async with self._writing:
             # Aliases that an earlier promotion has left behind are no state to go back to.
             await self._settle()
@@ -105,22 +172,19 @@ class ChampionAlias:
             if not begin(before):
                 raise PromotionDropped
             self.known |= {version, before.get(CHAMPION, version)}
-            self.is_settled = False
+            self.is_settled, after = False, registry.promoted(before, version)
             try:
-                await self._move(version, registry.promoted(before, version), finish)
+                await self._save()
+                if not await self._write(after):
+                    raise RegistryError("somebody else has promoted another version meanwhile")
+                if not finish(after):
+                    raise PromotionDropped
+                self.is_settled = True
+                self.note = f"{self.model} version {version} is champion"
+                await self._save()
             except Exception:
                 self.follow()
                 raise
-
-    async def _move(self, version: str, after: Aliases, finish: Callable[[Aliases], bool]) -> None:
-        await self._save()
-        if not await self._write(after):
-            raise RegistryError("somebody else has promoted another version meanwhile")
-        if not finish(after):
-            raise PromotionDropped
-        self.is_settled = True
-        self.note = f"{self.model} version {version} is champion"
-        await self._save()
 
     async def _follow(self) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -129,10 +193,13 @@ class ChampionAlias:
                 async with self._writing:
                     await self._settle()
             except Exception as error:  # Stores fail in ways of their own.
-                self.note = f"the registry is not as it should be: {text_of(error)}"
-                logger.error("%s", self.note)
+                self._note_failure(error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2.0 * pause_s, _LONGEST_PAUSE_S)
+
+    def _note_failure(self, error: Exception) -> None:
+        self.note = f"the registry is not as it should be: {text_of(error)}"
+        logger.error("%s", self.note)
 
     async def _settle(self) -> None:
         """Write what is wanted until it does not change meanwhile."""

@@ -17,27 +17,26 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from serve_app.cluster import CircuitBreakerSettings
-from serve_app.policy.runner import Choice, CircuitBreaker, Failure, PolicyRunner
+from serve_app.policy.runner import Arm, CircuitBreaker, PolicyRunner, ReplicaChoice
 from serve_app.policy.ties import equally_idle
 from serve_app.policy.timeouts import Timeouts
 from tokenyard.routing.observation import unranked_columns
 from tokenyard.routing.policies.delay import finish_times_s
-from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.routing.policies.order_spec import UNKNOWN, in_words
 from tokenyard.statistics import off_policy as estimate
 from tokenyard.statistics.intervals import Interval
-from tokenyard.statistics.sequential import SequentialTest
+from tokenyard.statistics.sequential import DEFAULT_ALPHA, SequentialTest
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["shadow", "canary"]
-Arm = Literal["champion", "canary"]
 MAX_SHARE = 0.5
 ABANDON_AFTER = 2.0
 """SLO targets until a request counts as bad though it may still be answered."""
@@ -53,8 +52,50 @@ _WITHHELD = (
 _SHADOW_COUNTS = ("num_asked", "num_agreed", "num_failed", "num_left_out")
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Conflict(ValueError):
+    """A change that cannot be made as things are; the text says why."""
+
+
+def order_difference(champion: PolicyRunner, other: PolicyRunner) -> str | None:
+    """Say how the orders of two policies differ; None: they give equal keys.
+
+    Equal knobs are not enough: an order goes by lengths that each policy predicts by itself.
+    """
+    order, other_order = champion.order, other.order
+    if order != other_order or UNKNOWN in (order, other_order):
+        return (
+            f"requests of {champion.label} wait by {in_words(order)}, and those of {other.label} "
+            f"by {in_words(other_order)}"
+        )
+    if order is not None and champion.loaded.predictor != other.loaded.predictor:
+        return (
+            f"requests of {champion.label} and {other.label} wait by {order}, and the two predict "
+            "other lengths of the answers that it goes by"
+        )
+    return None
+
+
+def check_canary(champion: PolicyRunner, canary: PolicyRunner) -> None:
+    """Refuse a canary whose requests would wait by other keys than the champion's.
+
+    Raises:
+        Conflict: They would; the text says what to do instead.
+    """
+    difference, order = order_difference(champion, canary), champion.order
+    if difference is None and order is not None and order.counts_requests:
+        difference = (
+            f"{order} counts the requests that it orders, and each policy would count its own"
+        )
+    if difference is not None:
+        raise Conflict(
+            f"no canary: {difference}. Both would wait in the same queues, where whoever has the "
+            "earlier key goes first, so the test would tell the keys apart and not the policies. "
+            "Compare them in the simulator (pipelines/evaluate.py), try the policy as a shadow, "
+            "which shows that it works, and promote it from there; a rollback takes it back at once"
+        )
+
+
+class Verdict(NamedTuple):
     """What is known of a request whose outcome is settled."""
 
     canary: bool
@@ -83,18 +124,15 @@ class Verdicts:
     def close(
         self, request_id: str, good: bool | None, output_tokens: int | None, now_s: float
     ) -> list[Verdict]:
-        """Take the end of a request; return what is settled now.
+        """Take the end of a request at a Unix time, seconds; return what is settled now.
 
-        Args:
-            request_id: Those that are settled already are ignored.
-            good: None: it does not count, such as one whose client left in time.
-            output_tokens: Of the whole answer; None: there is none.
-            now_s: Unix time, seconds.
+        One whose `good` is None does not count, such as one whose client left in time. Those that
+        are settled already are ignored.
         """
         settled = self.overdue(now_s)
-        found = self._open.pop(request_id, None)
-        if found is not None and good is not None:
-            settled.append(Verdict(found[0], good, found[1], output_tokens))
+        opened = self._open.pop(request_id, None)
+        if opened is not None and good is not None:
+            settled.append(Verdict(opened[0], good, opened[1], output_tokens))
         return settled
 
     def overdue(self, now_s: float) -> list[Verdict]:
@@ -102,20 +140,10 @@ class Verdicts:
         settled = []
         while self._abandoned_at and self._abandoned_at[0][0] < now_s:
             _, request_id = heapq.heappop(self._abandoned_at)
-            found = self._open.pop(request_id, None)
-            if found is not None:
-                settled.append(Verdict(found[0], False, found[1], None))
+            opened = self._open.pop(request_id, None)
+            if opened is not None:
+                settled.append(Verdict(opened[0], False, opened[1], None))
         return settled
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A decision to ask the shadow about."""
-
-    request_id: str
-    request: Request
-    snapshots: Sequence[ReplicaSnapshot]
-    choice: Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +168,8 @@ class Shadow:
         self,
         policy: PolicyRunner,
         settings: CircuitBreakerSettings,
-        order_difference: str | None = None,
+        difference: str | None = None,
     ) -> None:
-        """Start the thread.
-
-        Args:
-            policy: Is asked.
-            settings: Of its circuit breaker.
-            order_difference: How it orders what waits otherwise than the policy that decides
-                (`serve_app.policy.same_order`); None: alike.
-        """
         # One failure is enough: nobody depends on it.
         strict = settings.model_copy(update={"failures_to_open": 1})
         self._timeouts = Timeouts.in_thread(settings.budget_s)
@@ -168,34 +188,29 @@ class Shadow:
         """Decisions that it was not asked about, because it did not keep up or was skipped."""
         self.gains: dict[str, Interval] = {}
         """The last `estimates`."""
-        self.withheld = order_difference and _WITHHELD.format(order_difference)
+        # How it orders what waits otherwise than the champion.
+        self.withheld = difference and _WITHHELD.format(difference)
         """Why there are no estimates, however many decisions there are; None: there are."""
         self._ends = threading.Event()
-        self._queue: queue.Queue[_Asked | None] = queue.Queue(_MAX_QUEUED)
+        self._queue: queue.Queue[tuple[str, ReplicaChoice] | None] = queue.Queue(_MAX_QUEUED)
         self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
         self._thread.start()
 
-    def offer(
-        self,
-        request_id: str,
-        request: Request,
-        snapshots: Sequence[ReplicaSnapshot],
-        choice: Choice,
-    ) -> None:
+    def offer(self, request_id: str, choice: ReplicaChoice) -> None:
         """Hand over a decision; returns at once."""
         try:
-            self._queue.put_nowait(_Asked(request_id, request, snapshots, choice))
+            self._queue.put_nowait((request_id, choice))
         except queue.Full:
             self.num_left_out += 1
 
     def settle(self, request_id: str, response_s: float, good: bool) -> None:
         """Tell what became of a request that was answered."""
         with self._lock:
-            found = self._open.pop(request_id, None)
+            opened = self._open.pop(request_id, None)
             if not math.isfinite(response_s):
                 return
-            if found is not None:
-                self._settled.append((found, response_s, good))
+            if opened is not None:
+                self._settled.append((opened, response_s, good))
                 return
             self._early[request_id] = (response_s, good)
             while len(self._early) > _MAX_QUEUED:
@@ -212,16 +227,16 @@ class Shadow:
         if self.withheld is not None:
             return {}
         with self._lock:
-            rows = [one for one in self._settled if one[0].propensity]
+            rows = [row for row in self._settled if row[0].propensity]
         if len(rows) < _FEW:
             return {}
-        propensity = np.array([one.propensity for one, _, _ in rows], dtype=np.float64)
-        same = np.array([one.same for one, _, _ in rows])
-        good = np.array([float(kept) for _, _, kept in rows])
-        response_s = np.array([seconds for _, seconds, _ in rows])
-        logged = np.array([one.logged_s for one, _, _ in rows])
+        opened, responses_s, attained = zip(*rows, strict=True)
+        propensity = np.array([each.propensity for each in opened], dtype=np.float64)
+        same = np.array([each.same for each in opened])
+        good, response_s = np.array(attained, dtype=np.float64), np.array(responses_s)
+        logged = np.array([each.logged_s for each in opened])
+        candidate = np.array([each.candidate_s for each in opened])
         intercept, slope = estimate.calibrated(logged, response_s)
-        candidate = np.array([one.candidate_s for one, _, _ in rows])
         return {
             "attained_ips": estimate.ips_gain(good, propensity, same),
             "attained_snips": estimate.snips_gain(good, propensity, same),
@@ -245,86 +260,88 @@ class Shadow:
                 self.gains = self.estimates()
                 due_s = time.monotonic() + _ESTIMATES_EVERY_S
             try:
-                asked = self._queue.get(timeout=_ESTIMATES_EVERY_S)
+                offered = self._queue.get(timeout=_ESTIMATES_EVERY_S)
             except queue.Empty:
                 continue
-            if asked is None:
+            if offered is None:
                 break
             try:
-                self._ask(asked)
+                self._ask(*offered)
             except Exception:  # Nothing that a shadow does may end its thread.
                 logger.exception("shadow %s", self._runner.name)
                 self.num_failed += 1
         self._timeouts.stop()
 
-    def _ask(self, asked: _Asked) -> None:
-        answer = self._runner.decide(asked.request, asked.snapshots)
-        if isinstance(answer, Failure):
-            skipped = answer.reason == "breaker_open"
+    def _ask(self, request_id: str, choice: ReplicaChoice) -> None:
+        request, snapshots, chosen = choice.request, choice.snapshots, choice.index
+        answer = self._runner.decide(request, snapshots)
+        if isinstance(answer, str):
+            skipped = answer == "breaker_open"
             self.num_left_out += skipped
             self.num_failed += not skipped
             return
-        chosen, index = asked.choice.index, answer.replica
+        index = answer.replica
         same = chosen == index
-        if not same and asked.choice.scores is not None:
+        if not same and choice.scores is not None:
             # Where costs decide, which of two that are equally idle is taken is nobody's decision.
-            columns = unranked_columns(asked.snapshots)
+            columns = unranked_columns(snapshots)
             same = equally_idle(columns[chosen], columns[index])
         self.num_asked += 1
         self.num_agreed += same
-        times_s = finish_times_s(asked.request, asked.snapshots)
-        expected = (float(times_s[chosen]), float(times_s[index]))
-        opened = _Open(same, asked.choice.propensity, *expected)
+        times_s = finish_times_s(request, snapshots)
+        opened = _Open(same, choice.propensity, float(times_s[chosen]), float(times_s[index]))
         with self._lock:
-            early = self._early.pop(asked.request_id, None)
+            early = self._early.pop(request_id, None)
             if early is not None:
                 self._settled.append((opened, *early))
                 return
-            self._open[asked.request_id] = opened
+            self._open[request_id] = opened
             while len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
 
 
 class Experiment:
-    """A policy under experiment, and what is known of it so far."""
+    """A policy under experiment beside the champion, and what is known of it so far."""
 
     def __init__(
         self,
+        champion: PolicyRunner,
         policy: PolicyRunner,
         mode: Mode,
         share: float,
-        started_s: float,
-        alpha: float,
         settings: CircuitBreakerSettings,
-        order_difference: str | None = None,
+        started_s: float,
+        alpha: float = DEFAULT_ALPHA,
+        on_end: Callable[[str, str, str, float], None] = lambda *_: None,
     ) -> None:
         """Begin.
 
         Args:
+            champion: Decides for all requests but a canary's share.
             policy: Under experiment.
             mode: `shadow` asks it and changes nothing; `canary` lets it decide for its share.
             share: Of the requests that a canary decides for.
+            settings: Of the shadow's circuit breaker.
             started_s: Unix time, seconds.
             alpha: Chance, at most, to stop a canary that changes nothing.
-            settings: Of the shadow's circuit breaker.
-            order_difference: As for `Shadow`.
+            on_end: Is told of its end: what, of which policy, why, and when, Unix time, seconds.
 
         Raises:
             ValueError: The share is not in (0, MAX_SHARE].
         """
         if mode == "canary" and not 0.0 < share <= MAX_SHARE:
             raise ValueError(f"share {share} must be above 0 and at most {MAX_SHARE}")
-        self.policy = policy
+        self.champion, self.policy, self._on_end = champion.label, policy, on_end
         self.mode: Mode = mode
-        self.alpha = alpha
+        self.alpha, self.started_s = alpha, started_s
         self.share = share if mode == "canary" else 0.0
-        self.started_s = started_s
         self.ended_s: float | None = None
         self.why: str | None = None
         """Why it was ended; None: it goes on."""
         self.verdicts = Verdicts()
         self.test = SequentialTest(share, alpha) if mode == "canary" else None
-        self.shadow = Shadow(policy, settings, order_difference) if mode == "shadow" else None
+        difference = order_difference(champion, policy)
+        self.shadow = Shadow(policy, settings, difference) if mode == "shadow" else None
 
     @property
     def running(self) -> bool:
@@ -355,14 +372,10 @@ class Experiment:
         output_tokens: int,
         now_s: float,
     ) -> None:
-        """Note what became of it.
+        """Note what became of a request at a Unix time, seconds.
 
-        Args:
-            request_id: As it was opened.
-            good: Whether it attained its SLO; None: it does not count.
-            response_s: NaN where it was not answered.
-            output_tokens: Generated so far.
-            now_s: Unix time, seconds.
+        It is `good` where it attained its SLO; None: it does not count. `response_s` is NaN where
+        it was not answered.
         """
         if not self.running:
             return
@@ -371,27 +384,28 @@ class Experiment:
         if self.test is None:
             return
         answered = output_tokens if math.isfinite(response_s) else None
-        for one in self.verdicts.close(request_id, good, answered, now_s):
-            if self.test.record(one.canary, one.good, one.prompt_tokens, one.output_tokens):
+        for verdict in self.verdicts.close(request_id, good, answered, now_s):
+            if self.test.record(*verdict):
                 self.end("it is worse than the champion: " + self.tally(), now_s)
                 return
 
-    def saved(self) -> dict[str, Any]:
-        """The evidence so far, as JSON has it; not the decisions that a shadow's gains are of."""
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """What is known so far, as JSON has it; not the decisions that a shadow's gains are of."""
         test, shadow = self.test, self.shadow
         counts = None if shadow is None else [getattr(shadow, name) for name in _SHADOW_COUNTS]
         return {"test": None if test is None else test.saved(), "shadow": counts}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, evidence: Mapping[str, Any]) -> None:
         """Take up the evidence of an experiment of the same mode and share.
 
         Raises:
             ValueError: It is not such evidence.
         """
         if self.test is not None:
-            self.test.restore(saved["test"])
+            self.test.restore(evidence["test"])
         if self.shadow is not None:
-            for name, count in zip(_SHADOW_COUNTS, saved["shadow"], strict=True):
+            for name, count in zip(_SHADOW_COUNTS, evidence["shadow"], strict=True):
                 setattr(self.shadow, name, int(count))
 
     def tally(self) -> str:
@@ -410,3 +424,4 @@ class Experiment:
             self.why, self.ended_s = why, now_s
             if self.shadow is not None:
                 self.shadow.stop()
+            self._on_end(f"{self.mode} ended", self.policy.label, why, now_s)

@@ -151,18 +151,18 @@ def _registered_or_shipped(
             raise
         error = str(refused)
         logger.warning("serving what ships: %s", error)
-    told: dict[str, str | None] = {"registry_error": error}
+    changed: dict[str, str | None] = {"registry_error": error}
     try:
         artifact, source = resolve_champion(scenario.name, registry=lambda model: registered)
     except NoChampionError:
         rule = rule_for(scenario.name)
         loaded = from_baseline(rule, scenario)
-        told["source"] = f"the rule {rule}"
+        changed["source"] = f"the rule {rule}"
     else:
         name = CHAMPION if registered is None else policy
         loaded = from_artifact(name, artifact, source, scenario)
-        told["mlflow_run"] = None if registered is None else registered.run_id
-    return replace(loaded, card=loaded.card.model_copy(update=told))
+        changed["mlflow_run"] = None if registered is None else registered.run_id
+    return replace(loaded, card=loaded.card.model_copy(update=changed))
 
 
 def ask_registry(
@@ -174,14 +174,13 @@ def ask_registry(
         RegistryError: It cannot be read, or there is no candidate.
     """
     alias = CANDIDATE if candidate else CHAMPION
-    if registry_uri is None:
-        found = None
-    else:
-        found = find_registered(registry_uri, problem, scenario, alias)
-    if found is None and candidate:
+    registered = None
+    if registry_uri is not None:
+        registered = find_registered(registry_uri, problem, scenario, alias)
+    if registered is None and candidate:
         where = "there is no registry" if registry_uri is None else f"registry {registry_uri}"
         raise RegistryError(f"{where}: {problem} scenario {scenario!r} has no candidate")
-    return found
+    return registered
 
 
 def check_exploration(loaded: LoadedPolicy, explore_fraction: float) -> None:
@@ -269,18 +268,29 @@ def in_order(loaded: LoadedPolicy, order: Term, scenario: Scenario) -> LoadedPol
         return loaded
     if loaded.artifact is None:
         rule = from_baseline(str(RuleName.parse(card.name).ordered(order)), scenario)
-        told = {"source": f"the rule {rule.card.name}", "registry_error": card.registry_error}
-        return replace(rule, card=rule.card.model_copy(update=told))
+        changed = {"source": f"the rule {rule.card.name}", "registry_error": card.registry_error}
+        return replace(rule, card=rule.card.model_copy(update=changed))
     name = str(RuleName(Term(card.name), order))
     digest = hashlib.sha256(f"{card.sha256}\n{order}".encode()).hexdigest()[:12]
     ordered = card.model_copy(update={"name": name, "sha256": digest})
     return replace(loaded, card=ordered, make=partial(_make_in_order, loaded.make, order, scenario))
 
 
-def order_in(name: str) -> Term | None:
-    """Return the order in the name of a policy that was loaded; None: it has none."""
-    order = RuleName.parse(name).order
-    return order if is_order(order) else None
+def reloaded(card: PolicyCard, artifact: PolicyArtifact | None, scenario_name: str) -> LoadedPolicy:
+    """Make a policy again from its card and its file; None: it is a rule.
+
+    Raises:
+        ValueError: It cannot be made any more.
+    """
+    if artifact is None:
+        return resolve_policy(card.name, scenario_name)
+    scenario, rule = load_scenario(scenario_name), RuleName.parse(card.name)
+    if rule.order is not None and is_order(rule.order):
+        loaded = from_artifact(str(rule.ordered(None)), artifact, card.source, scenario)
+        loaded = in_order(loaded, rule.order, scenario)
+    else:
+        loaded = from_artifact(card.name, artifact, card.source, scenario)
+    return replace(loaded, card=loaded.card.model_copy(update={"mlflow_run": card.mlflow_run}))
 
 
 def _make_in_order(

@@ -1,56 +1,57 @@
-"""Who decides now: the policy behind its circuit breaker, and the rule that stands in for it.
+"""Who decides, and how that changes: switch, experiment, promotion, rollback.
 
-Beside them, at most one policy under experiment, and the policy that decided before, kept warm so
+Every change is a step on the event loop, in which nothing else happens. The registry's aliases
+follow it (`champion_alias`), and the state file has it before it is answered (`state`). Changes
+wait for each other; a rollback waits for nothing. The policy that decided before is kept warm, so
 that going back to it takes no time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import numpy as np
 
 from serve_app.cluster import CircuitBreakerSettings
 from serve_app.policy.audit_log import ACTOR, Event
-from serve_app.policy.experiment import Arm, Experiment, Mode
-from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_policy
-from serve_app.policy.runner import (
-    RAY_DEFAULT,
-    Choice,
-    CircuitBreaker,
-    DecisionCounts,
-    Failure,
-    PolicyRunner,
-    deciders_of,
-    warm_up,
+from serve_app.policy.champion_alias import (
+    Aliases,
+    ChampionAlias,
+    InThread,
+    PromotionDropped,
+    text_of,
 )
-from serve_app.policy.same_order import check_canary, order_difference
-from serve_app.policy.ties import least_recently_used
-from serve_app.policy.timeouts import ThreadTimeout, Timeouts
-from tokenyard.routing.policies.delay import mark_safe
-from tokenyard.routing.types import ReplicaSnapshot, Request
+from serve_app.policy.experiment import Conflict, Experiment, Mode, check_canary
+from serve_app.policy.loading import LoadedPolicy, resolve_policy
+from serve_app.policy.picker import ReplicaPicker
+from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner, is_same, warm_up
+from serve_app.policy.state import (
+    Configured,
+    GatewayState,
+    PolicyState,
+    Remembers,
+    StateFile,
+    StateStore,
+)
+from serve_app.policy.timeouts import ThreadTimeout
+from tokenyard.artifact import model_name
+from tokenyard.registry import CHAMPION
+from tokenyard.routing.scenario import load_scenario
 from tokenyard.statistics.sequential import DEFAULT_ALPHA
-from tokenyard.types import FloatArray
 
+Action = Literal["shadow", "canary", "stop", "promote", "rollback"]
+LINEAGE = ("trace_sha256", "calibration_sha256", "sweep_run")
+"""Keys of an artifact's lineage that a promotion copies beside the artifact's own hash."""
 _WARM_UP_S = 30.0
-_NUM_TIMES = 1000
 _NUM_EVENTS = 200
-_TOO_MANY_FAILURES = 10
-"""Decisions in which a canary may fail, or not be for the replicas that are there, before its
-experiment ends, in a row or not: what comes of them is the baseline's."""
 
 
 class PolicyManager:
-    """Picks replicas by a policy that can be changed; where it fails, by a baseline, at once.
-
-    A share `explore_fraction` of the policy's decisions is drawn uniformly from the replicas that
-    are below capacity and expected to finish within the SLO, so that the log can judge other
-    policies; where there are fewer than two of them nothing is risked.
-
-    Not thread-safe: one event loop uses it.
-    """
+    """Changes who decides, and remembers it."""
 
     def __init__(
         self,
@@ -60,8 +61,9 @@ class PolicyManager:
         rng: np.random.Generator,
         registry: str | None = None,
         clock_s: Callable[[], float] = time.monotonic,
+        in_thread: InThread = asyncio.to_thread,
     ) -> None:
-        """Take the baseline; it decides until `switch` is called.
+        """Take the baseline; it decides until `switch` or `resume` is called.
 
         Args:
             scenario: Whose champion, tuned rules and predictor are used.
@@ -70,80 +72,53 @@ class PolicyManager:
             rng: Source of exploration and of policies that draw.
             registry: MLflow URI where champions are looked up.
             clock_s: Any clock that does not go back, seconds.
+            in_thread: Calls what blocks: the registry and the disk.
 
         Raises:
             ValueError: The baseline is not known, or is not for any number of replicas.
         """
         self.scenario, self.baseline, self.registry = scenario, baseline, registry
-        self._settings, self._rng, self._clock_s = settings, rng, clock_s
-        self._timeouts = Timeouts.of(settings.budget_s)
-        self._stand_in = _load_baseline(baseline, scenario)
-        self._stand_in_deciders = deciders_of(self._stand_in.make(rng.spawn(1)[0]))
-        self.counts = DecisionCounts()
-        self.decision_us: deque[float] = deque(maxlen=_NUM_TIMES)
-        """Times of the last decisions, the baseline's in their place included, microseconds."""
-        self.decision_cpu_us: deque[float] = deque(maxlen=_NUM_TIMES)
-        """What they computed, microseconds: on a busy machine a decision also waits its turn."""
-        self.policy = self.runner(baseline, self._stand_in, decides=False)
+        loaded = _load_baseline(baseline, scenario)
+        self.picker = ReplicaPicker(baseline, loaded, settings, rng, clock_s)
         self.previous: PolicyRunner | None = None
         """What decided before, to go back to."""
-        self.experiment: Experiment | None = None
-        """The last one; it may have ended."""
         self.events: deque[Event] = deque(maxlen=_NUM_EVENTS)
-        self.num_events = 0
-        """Ever noted here."""
         self.on_event: Callable[[Event], None] | None = None
         """Is told of each."""
+        self._in_thread = in_thread
+        self.store = StateStore(None, {}, self._snapshot, in_thread)
+        self._configured = Configured(policy=baseline, scenario=scenario)
+        self._explore_fraction = 0.0
+        """The cluster file's."""
+        self._alias: ChampionAlias | None = None
+        self._registry_note: str | None = None
+        self._changing = asyncio.Lock()
 
-    def prepare(self, policy: str, stand_in: str | None = None) -> LoadedPolicy:
-        """Find a policy and let it decide once; takes a while, and may be called in any thread.
+    @property
+    def policy(self) -> PolicyRunner:
+        """The champion."""
+        return self.picker.policy
 
-        Args:
-            policy: As for `switch`, without `ray_default`.
-            stand_in: Rule that is served where a trained policy is missing or broken.
+    @property
+    def experiment(self) -> Experiment | None:
+        """The last one; it may have ended."""
+        return self.picker.experiment
 
-        Raises:
-            ValueError: It is not known, cannot be used, or fails its warm-up.
+    @property
+    def registry_note(self) -> str | None:
+        """What the last promotion or rollback wrote to the registry, or why it could not."""
+        return self._registry_note or (None if self._alias is None else self._alias.note)
+
+    def note(self, what: str, of: str, why: str, time_s: float | None = None) -> None:
+        """Write down what has happened to a policy, or something else, and who asked for it.
+
+        That was at `time_s`, Unix time, seconds; None: now.
         """
-        return self.warmed_up(resolve_policy(policy, self.scenario, self.registry, stand_in))
-
-    def warmed_up(self, loaded: LoadedPolicy) -> LoadedPolicy:
-        """Let a policy that was found decide once.
-
-        Raises:
-            ValueError: It fails, or takes too long.
-        """
-        timeout = ThreadTimeout(_WARM_UP_S)
-        try:
-            timeout.call(warm_up, loaded)
-        except Exception as error:
-            text = f"policy {loaded.card.name!r} fails its warm-up: {error}"
-            raise ValueError(text) from None
-        finally:
-            timeout.stop()
-        return loaded
-
-    def runner(
-        self,
-        name: str,
-        loaded: LoadedPolicy,
-        explore_fraction: float = 0.0,
-        decides: bool = True,
-    ) -> PolicyRunner:
-        """Put a policy behind a breaker of its own; one that draws does not explore on top.
-
-        Raises:
-            ValueError: The share to explore is out of range.
-        """
-        explore_fraction = 0.0 if loaded.draws else explore_fraction
-        check_exploration(loaded, explore_fraction)
-        breaker = CircuitBreaker(self._settings, self._clock_s)
-        rng = self._rng.spawn(1)[0]
-        return PolicyRunner(name, loaded, breaker, self._timeouts, rng, explore_fraction, decides)
-
-    def ray_default(self) -> PolicyRunner:
-        """Who is not asked, as Ray's own router decides."""
-        return self.runner(RAY_DEFAULT, self._stand_in, decides=False)
+        time_s = time.time() if time_s is None else time_s
+        self.events.append(event := Event(time_s, what, of, why, ACTOR.get()))
+        self.store.is_due = True
+        if self.on_event is not None:
+            self.on_event(event)
 
     def switch(
         self,
@@ -165,12 +140,33 @@ class PolicyManager:
                 goes on.
         """
         if policy == RAY_DEFAULT:
-            runner = self.ray_default()
+            runner = self.picker.ray_default()
         else:
             stand_in = self.baseline if may_be_missing else None
-            prepared = prepared or self.prepare(policy, stand_in)
-            runner = self.runner(policy, prepared, explore_fraction)
+            prepared = prepared or prepare(policy, self.scenario, self.registry, stand_in)
+            runner = self.picker.runner(policy, prepared, explore_fraction)
         self._install(runner, "switched to", "asked")
+
+    async def switch_by_hand(self, policy: str, explore_fraction: float) -> None:
+        """Let another policy decide, after whatever else is being changed, and remember it.
+
+        Raises:
+            ValueError: It cannot be used.
+            Conflict: The gateway ends.
+        """
+        async with self.store.changing(), self._changing:
+            prepared = None
+            if policy != RAY_DEFAULT:
+                # Off the event loop: it may take seconds to find, load and compile.
+                prepared = await asyncio.to_thread(prepare, policy, self.scenario, self.registry)
+            self.store.check_goes_on()
+            before, configured = self.policy, self._configured.policy
+            self.switch(policy, explore_fraction, prepared=prepared)
+            self.policy.aliases = before.aliases
+            self.policy.by_hand = (policy, explore_fraction) != (configured, self._explore_fraction)
+            if policy == configured and not is_same(self.policy.label, before.label):
+                # The name means another now: to go back to this one is a choice.
+                before.by_hand = True
 
     def start_experiment(
         self,
@@ -179,264 +175,290 @@ class PolicyManager:
         share: float,
         alpha: float = DEFAULT_ALPHA,
         prepared: LoadedPolicy | None = None,
-    ) -> Experiment:
+    ) -> None:
         """Begin an experiment with a policy, and end the one that runs.
 
         Args:
             policy: As for `switch`, without `ray_default`.
             mode: `shadow` or `canary`.
-            share: Of the requests, for a canary.
-            alpha: Chance, at most, to stop a canary that is as good.
+            share: As for `Experiment`, like `alpha`.
+            alpha: Likewise.
             prepared: What `prepare` found for it; None: found now.
 
         Raises:
-            OrdersDiffer: It is a canary, and its requests would wait by other keys.
+            Conflict: It is a canary, and its requests would wait by other keys.
             ValueError: It cannot be used, or nobody decides whom it could be compared to.
         """
-        if RAY_DEFAULT in (policy, self.policy.name):
+        champion, picker = self.policy, self.picker
+        if RAY_DEFAULT in (policy, champion.name):
             raise ValueError(f"{RAY_DEFAULT} scores nothing that an experiment could compare")
         # A canary explores as the champion does, or its log could judge nobody.
-        explore = self.policy.explore_fraction if mode == "canary" else 0.0
-        runner = self.runner(policy, prepared or self.prepare(policy), explore)
+        explore_fraction = champion.explore_fraction if mode == "canary" else 0.0
+        prepared = prepared or prepare(policy, self.scenario, self.registry)
+        runner = picker.runner(policy, prepared, explore_fraction)
         if mode == "canary":
-            check_canary(self.policy, runner)
-        experiment = self.make_experiment(self.policy, runner, mode, share, alpha, time.time())
+            check_canary(champion, runner)
+        experiment = Experiment(
+            champion, runner, mode, share, picker.settings, time.time(), alpha, self.note
+        )
         self.end_experiment("another one began")
-        self.experiment = experiment
-        self._note(f"{mode} began", runner, f"share {experiment.share:g}")
-        return experiment
-
-    def make_experiment(
-        self,
-        champion: PolicyRunner,
-        runner: PolicyRunner,
-        mode: Mode,
-        share: float,
-        alpha: float,
-        started_s: float,
-    ) -> Experiment:
-        """Make an experiment beside `champion`; see `Experiment` for the others and for errors."""
-        difference = order_difference(champion, runner)
-        return Experiment(runner, mode, share, started_s, alpha, self._settings, difference)
+        picker.experiment = experiment
+        self.note(f"{mode} began", runner.label, f"share {experiment.share:g}")
 
     def end_experiment(self, why: str) -> None:
         """End the experiment that runs, if any does."""
-        if self.experiment is not None and self.experiment.running:
+        if self.experiment is not None:
             self.experiment.end(why, time.time())
-        self._note_end()
 
-    def promote(self) -> None:
-        """Let the policy under experiment decide from now on.
+    async def change(
+        self, action: Action, policy: str | None = None, share: float = 0.2,
+        alpha: float = DEFAULT_ALPHA,
+    ) -> None:  # fmt: skip
+        """Start or end an experiment, promote the policy that is tried, or roll back.
 
-        Raises:
-            ValueError: There is none.
-        """
-        if self.experiment is None or not self.experiment.running:
-            raise ValueError("no experiment runs")
-        tried = self.experiment.policy
-        runner = self.runner(tried.name, tried.loaded, self.policy.explore_fraction)
-        self.end_experiment("it was promoted")
-        self._install(runner, "promoted", "after its experiment")
-
-    def roll_back(self) -> None:
-        """Let what decided before decide again; at once, since it was kept.
+        Args:
+            action: Which of these.
+            policy: Name of the policy to try.
+            share: Fraction of requests that a canary decides for.
+            alpha: Chance, at most, to stop a canary that is as good as the champion.
 
         Raises:
-            ValueError: Nothing decided before.
+            ValueError: The policy cannot be used.
+            Conflict: There is nothing to promote, stop or go back to, no registry to write to, a
+                canary whose requests would wait by other keys than the champion's, or the gateway
+                ends.
         """
-        if self.previous is None:
-            raise ValueError("no other policy has decided before")
-        self._install(self.previous, "rolled back to", "asked")
+        self.store.check_goes_on()
+        if action != "rollback":
+            async with self._changing:
+                await self._carry_out(action, policy, share, alpha)
+        elif self.previous is None:
+            raise Conflict("no other policy has decided before")
+        else:
+            before, alias = self.policy.aliases, self._alias
+            self._install(self.previous, "rolled back to", "asked")
+            self._registry_note = None
+            if alias is not None and not (alias.is_settled and self.policy.aliases == before):
+                alias.follow()
+        await self.store.save_in_time()
 
     def resume(
         self,
-        policy: PolicyRunner | None,
-        previous: PolicyRunner | None,
-        experiment: Experiment | None,
-        events: Iterable[Event],
+        policy: str,
+        explore_fraction: float = 0.0,
+        may_be_missing: bool = False,
+        file: StateFile | None = None,
+        parts: Mapping[str, Remembers] | None = None,
     ) -> None:
-        """Go on where an earlier gateway was.
+        """Let the policy decide that the cluster file names, or go on where the state file is.
 
         Args:
-            policy: Decides from now on; None: who decides.
-            previous: To go back to; None: who is that now.
-            experiment: Goes on, or has been ended; None: there is none.
-            events: What happened before.
+            policy: As for `switch`, like the others.
+            explore_fraction: Share of its decisions drawn at random.
+            may_be_missing: Let the baseline stand in for a trained policy that is not there.
+            file: Has what an earlier gateway wrote, and gets what must survive a crash from now on.
+            parts: What else is written there, by name.
+
+        Raises:
+            ValueError: The policy cannot be used.
         """
-        self.policy, self.previous = policy or self.policy, previous or self.previous
-        self.experiment = experiment
-        self.events.extendleft(reversed(list(events)[-_NUM_EVENTS + len(self.events) :]))
-        if policy is not None:
-            self._note("goes on with", policy, "the gateway began anew")
-        self._note_end()
+        self._configured = Configured(policy=policy, scenario=self.scenario)
+        self._explore_fraction = explore_fraction
+        self.store = StateStore(file, parts or {}, self._snapshot, self._in_thread)
+        state = self.store.read()
+        if state is not None and state.alias is not None and state.alias.uri == self.registry:
+            # First: what `champion` means depends on it.
+            alias = self._alias_in(state.alias.uri)
+            if alias.model == state.alias.model:
+                alias.resume(state.alias.known, state.alias.is_settled, state.policy.aliases)
+        self.switch(policy, explore_fraction, may_be_missing)
+        if self.previous is not None:
+            # The baseline: whoever goes back to it has chosen it.
+            self.previous.by_hand = True
+        if state is not None:
+            try:
+                self._take_up(state)
+            except (ValueError, KeyError, TypeError) as error:
+                self.store.refuse(f"the state cannot be taken up: {text_of(error)}")
 
-    def arm_of(self, request_id: str) -> Arm:
-        """Whose decision a request is."""
-        return "champion" if self.experiment is None else self.experiment.arm_of(request_id)
+    def start(self) -> None:
+        """Begin to write evidence down, and to finish what the registry still has to be told."""
+        self.store.start()
+        if self._alias is not None and not self._alias.is_settled:
+            self._alias.follow()
 
-    def deciding(self, arm: Arm = "champion") -> PolicyRunner:
-        """Return who decides for an arm."""
-        experiment = self.experiment
-        if arm == "canary" and experiment is not None and experiment.running:
-            return experiment.policy
-        return self.policy
-
-    @property
-    def sees_queues(self) -> bool:
-        """Whether anybody who decides looks at what waits, request by request."""
-        return self.policy.sees_queues or self.deciding("canary").sees_queues
-
-    def pick(
-        self,
-        request: Request,
-        snapshots: Sequence[ReplicaSnapshot],
-        stale: bool = False,
-        arm: Arm = "champion",
-        runner: PolicyRunner | None = None,
-        last_sent_s: Sequence[float] | FloatArray | None = None,
-        has_key: bool = False,
-    ) -> Choice:
-        """Choose the replica for a request, whatever is wrong with the policy, and count it.
-
-        Args:
-            request: To be placed.
-            snapshots: Candidates, at least one.
-            stale: Whether none of them was heard of lately.
-            arm: Whose decision it is.
-            runner: Asked in place of who decides; that is not counted.
-            last_sent_s: When each candidate was last sent a request, which breaks ties of policies
-                that score; None: they stand as the policy breaks them.
-            has_key: Whether the request has its order key already: it is not asked for again.
-        """
-        started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-        asked = runner or self.deciding(arm)
-        answer = asked.decide(request, snapshots, stale, has_key) if asked.decides else None
-        reason = answer.reason if isinstance(answer, Failure) else None
-        decision, loaded = answer, asked.loaded
-        if decision is None or isinstance(decision, Failure):
-            decide, loaded = self._stand_in_deciders[has_key], self._stand_in
-            decision = decide(request, snapshots)
-        preferred, propensity = decision.replica, None if loaded.draws else 1.0
-        if last_sent_s is not None and decision.scores is not None:
-            preferred = least_recently_used(snapshots, preferred, last_sent_s)
-        index = preferred
-        # What stands in for a policy that was never there is the policy: its log must judge others.
-        if asked.explore_fraction and reason in (None, "missing"):
-            index, propensity = self._explore(request, snapshots, index, asked)
-        scores = None if decision.scores is None else np.asarray(decision.scores)
-        choice = Choice(
-            index, scores, propensity, index != preferred,
-            (time.perf_counter_ns() - started_ns) / 1e3, reason, decision.order_key,
-        )  # fmt: skip
-        if runner is None:
-            self.decision_cpu_us.append((time.thread_time_ns() - started_cpu_ns) / 1e3)
-            self._count(choice, asked)
-        return choice
-
-    def pick_by_ray(self, index: int, started_ns: int) -> Choice:
-        """Count what Ray has chosen.
-
-        Args:
-            index: Of the candidate.
-            started_ns: When it was asked, by `time.perf_counter_ns`.
-        """
-        decision_us = (time.perf_counter_ns() - started_ns) / 1e3
-        choice = Choice(index, None, None, False, decision_us)
-        self._count(choice, self.policy)
-        return choice
-
-    def observe(
-        self,
-        request_id: str,
-        request: Request,
-        snapshots: Sequence[ReplicaSnapshot],
-        choice: Choice,
-    ) -> None:
-        """Show a decision to the shadow, where there is one."""
-        experiment = self.experiment
-        if experiment is not None and experiment.running and experiment.shadow is not None:
-            experiment.shadow.offer(request_id, request, snapshots, choice)
-
-    def settle(
-        self,
-        request_id: str,
-        good: bool | None,
-        response_s: float,
-        output_tokens: int,
-        now_s: float,
-    ) -> None:
-        """Tell the experiment what became of a request; see `Experiment.close`."""
-        if self.experiment is not None and self.experiment.running:
-            self.experiment.close(request_id, good, response_s, output_tokens, now_s)
-            self._note_end()
+    async def hand_over(self) -> None:
+        """Write the state a last time: from now on the file is another gateway's."""
+        await self.store.stop()
+        if self._alias is not None:
+            self._alias.stop()
 
     def stop(self) -> None:
         """End the threads."""
         self.end_experiment("the gateway ends")
-        self._timeouts.stop()
-
-    def _explore(
-        self,
-        request: Request,
-        snapshots: Sequence[ReplicaSnapshot],
-        preferred: int,
-        runner: PolicyRunner,
-    ) -> tuple[int, float]:
-        """Maybe draw another replica, and say how likely the returned one was."""
-        fraction, slo_s = runner.explore_fraction, runner.loaded.card.slo_response_s
-        num_safe, safe = mark_safe(request, snapshots, slo_s)
-        if num_safe < 2:
-            return preferred, 1.0
-        chosen = preferred
-        if self._rng.random() < fraction:
-            chosen = int(np.flatnonzero(safe)[self._rng.integers(num_safe)])
-        propensity = fraction / num_safe if safe[chosen] else 0.0
-        if chosen == preferred:
-            propensity += 1.0 - fraction
-        return chosen, propensity
-
-    def _count(self, choice: Choice, runner: PolicyRunner) -> None:
-        self.counts.add(choice)
-        self.decision_us.append(choice.decision_us)
-        if not runner.decides:
-            return
-        runner.counts.add(choice)
-        experiment, failed = self.experiment, runner.counts.fallbacks
-        if experiment is not None and runner is experiment.policy:
-            num_failed = failed["error"] + failed["incompatible"]
-            if runner.breaker.num_opened or num_failed >= _TOO_MANY_FAILURES:
-                self.end_experiment(f"it failed: {dict(failed)}")
+        self.picker.stop()
 
     def _install(self, runner: PolicyRunner, what: str, why: str) -> None:
         # An experiment is against one champion: with another it would begin anew.
         self.end_experiment("another policy decides")
-        self.previous, self.policy = self.policy, runner
-        self._note(what, runner, why)
-
-    def _note_end(self) -> None:
-        """Write down that the experiment has ended, once."""
-        experiment = self.experiment
-        if experiment is None or experiment.why is None:
-            return
-        what = f"{experiment.mode} ended"
-        if any(e.what == what and e.time_s == experiment.ended_s for e in self.events):
-            return
-        assert experiment.ended_s is not None
-        label, by = experiment.policy.label, ACTOR.get()
-        self._add(Event(experiment.ended_s, what, label, experiment.why, by))
-
-    def _note(self, what: str, runner: PolicyRunner, why: str) -> None:
+        self.previous, self.picker.policy = self.policy, runner
         self.note(what, runner.label, why)
 
-    def note(self, what: str, of: str, why: str) -> None:
-        """Write a change down among those of policies, with who asked for it."""
-        self._add(Event(time.time(), what, of, why, ACTOR.get()))
+    async def _carry_out(
+        self, action: Action, policy: str | None, share: float, alpha: float
+    ) -> None:
+        experiment = self.experiment
+        if action == "shadow" or action == "canary":
+            if policy is None:
+                raise ValueError(f"policy is missing: name the one for the {action}")
+            if policy == RAY_DEFAULT:
+                raise ValueError(f"{RAY_DEFAULT} scores nothing that it could be compared on")
+            prepared = await asyncio.to_thread(prepare, policy, self.scenario, self.registry)
+            self.store.check_goes_on()
+            self.start_experiment(policy, action, share, alpha, prepared)
+        elif experiment is None or not experiment.running:
+            raise Conflict("no experiment runs")
+        elif action == "stop":
+            self.end_experiment("asked")
+        else:
+            await self._promote(experiment)
 
-    def _add(self, event: Event) -> None:
-        self.events.append(event)
-        self.num_events += 1
-        if self.on_event is not None:
-            self.on_event(event)
+    async def _promote(self, experiment: Experiment) -> None:
+        """Promote, or be sure that it does not come about later either."""
+        loaded, champion = experiment.policy.loaded, self.policy
+
+        def begin(before: Aliases) -> bool:
+            if experiment.running:
+                # What decides now is what the registry has now, whoever else has written there.
+                self.policy.aliases = before
+                if self.previous is not None and self.previous.aliases is None:
+                    self.previous.aliases = before
+            return experiment.running
+
+        def finish(after: Aliases | None, by_hand: bool, note: str | None) -> bool:
+            if not experiment.running:
+                return False
+            name, explore_fraction = experiment.policy.name, self.policy.explore_fraction
+            runner = self.picker.runner(name, loaded, explore_fraction)
+            runner.aliases, runner.by_hand, self._registry_note = after, by_hand, note
+            self.end_experiment("it was promoted")
+            self._install(runner, "promoted", "after its experiment")
+            return True
+
+        artifact = loaded.artifact
+        if artifact is not None and artifact.sha256 != loaded.card.sha256:
+            artifact = None  # The order behind its name is in no file.
+        if self.registry is None or artifact is None:
+            what = "no policy file says all of it" if artifact is None else "there is no registry"
+            lasts = "until the gateway restarts"
+            if self.store.file is not None:
+                lasts = "for this cluster file"
+            finish(champion.aliases, True, f"promoted {lasts}: {what}")
+            return
+        tags = promotion_tags(experiment, champion)
+        # The alias says it already, unless the cluster file names another policy.
+        by_hand = self._configured.policy != CHAMPION
+        try:
+            await self._alias_in(self.registry).promote(
+                artifact, tags, begin, lambda after: finish(after, by_hand, None)
+            )
+        except PromotionDropped:
+            raise Conflict(f"the experiment ended meanwhile: {experiment.why}") from None
+        except Exception as error:  # Stores fail in ways of their own.
+            self._registry_note = f"not promoted: {text_of(error)}"
+            raise Conflict(self._registry_note) from None
+
+    def _alias_in(self, uri: str) -> ChampionAlias:
+        if self._alias is None or self._alias.uri != uri:
+            # Looked up by the name that stands in it; the cluster file may give its path.
+            model = model_name("routing", load_scenario(self.scenario).name)
+            wanted = lambda: self.policy.aliases  # noqa: E731
+            self._alias = ChampionAlias(uri, model, wanted, self.store.save, self._in_thread)
+        return self._alias
+
+    def _snapshot(self) -> GatewayState:
+        experiment = self.experiment
+        if experiment is not None and not experiment.running:
+            experiment = None
+        return GatewayState.model_validate({
+            "configured": self._configured, "policy": self.policy, "previous": self.previous,
+            "experiment": experiment, "events": self.events, "alias": self._alias,
+            "parts": self.store.parts,
+        })  # fmt: skip
+
+    def _take_up(self, state: GatewayState) -> None:
+        """Go on where an earlier gateway was, if it was to serve the same."""
+        picker, store, champion, trial = self.picker, self.store, self.policy, state.experiment
+        events = list(state.events)[len(self.events) - _NUM_EVENTS :]
+        store.restore_parts(state, always=True)
+        if state.configured != self._configured:
+            store.read_note = (
+                f"the state is that of policy {state.configured.policy!r} and scenario "
+                f"{state.configured.scenario!r}, which the cluster file no longer names"
+            )
+            self.events.extendleft(reversed(events))
+            return
+        is_settled = self._alias is None or self._alias.is_settled
+        goes_on = _decides_again(state.policy, champion, is_settled)
+        if goes_on:
+            champion = _restored(state.policy, picker, self.scenario)
+        elif is_same(champion.label, state.policy.label):
+            champion.aliases = state.policy.aliases
+            champion.breaker.restore(state.policy.breaker)
+        try:
+            previous = _restored_previous(state, champion, picker, self.scenario)
+        except ValueError as error:
+            previous = None
+            store.lack(f"there is nothing to go back to: {error}")
+        experiment = None
+        if trial is not None and is_same(trial.champion, champion.label):
+            runner = _restored(trial.policy, picker, self.scenario)
+            experiment = Experiment(
+                champion, runner, trial.mode, trial.share, picker.settings, trial.started_s,
+                trial.alpha, self.note,
+            )  # fmt: skip
+            experiment.restore(trial.evidence)
+        store.restore_parts(state, always=False)
+        self.events.extendleft(reversed(events))
+        self.previous = previous or self.previous
+        picker.policy, picker.experiment = champion, experiment
+        if goes_on:
+            self.note("goes on with", champion.label, "the gateway began anew")
+        if trial is not None and experiment is None:
+            self.note(f"{trial.mode} ended", trial.policy.label, "another policy decides")
+        elif experiment is not None and experiment.mode == "canary":
+            try:
+                check_canary(champion, experiment.policy)
+            except Conflict as error:  # An earlier release began it.
+                experiment.end(str(error), time.time())
+
+
+def prepare(
+    policy: str, scenario: str, registry: str | None = None, stand_in: str | None = None
+) -> LoadedPolicy:
+    """Find a policy and let it decide once; takes a while, and may be called in any thread.
+
+    The arguments are those of `resolve_policy`.
+
+    Raises:
+        ValueError: It is not known, cannot be used, or fails its warm-up.
+    """
+    return _warmed_up(resolve_policy(policy, scenario, registry, stand_in))
+
+
+def promotion_tags(experiment: Experiment, champion: PolicyRunner) -> dict[str, str]:
+    """Say on the version that becomes champion where it comes from, and why."""
+    loaded = experiment.policy.loaded
+    tags = {f"lineage.{key}": loaded.card.lineage.get(key, "unknown") for key in LINEAGE}
+    tags |= {
+        "lineage.artifact_sha256": loaded.card.sha256,
+        "promotion.time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "promotion.trial": experiment.mode,
+        "promotion.in_place_of": champion.label,
+    }
+    if experiment.test is not None:
+        tags["promotion.verdict"] = experiment.tally()
+    return tags
 
 
 def _load_baseline(name: str, scenario: str) -> LoadedPolicy:
@@ -448,3 +470,54 @@ def _load_baseline(name: str, scenario: str) -> LoadedPolicy:
         )
     warm_up(loaded)
     return loaded
+
+
+def _warmed_up(loaded: LoadedPolicy) -> LoadedPolicy:
+    timeout = ThreadTimeout(_WARM_UP_S)
+    try:
+        timeout.call(warm_up, loaded)
+    except Exception as error:
+        raise ValueError(f"policy {loaded.card.name!r} fails its warm-up: {error}") from None
+    finally:
+        timeout.stop()
+    return loaded
+
+
+def _restored(state: PolicyState, picker: ReplicaPicker, scenario: str) -> PolicyRunner:
+    """Make a policy again.
+
+    Raises:
+        ValueError: It cannot be made any more.
+    """
+    if state.name == RAY_DEFAULT:
+        runner = picker.ray_default()
+    else:
+        loaded = _warmed_up(state.loaded.load(scenario))
+        runner = picker.runner(state.name, loaded, state.explore_fraction)
+    runner.by_hand, runner.aliases = state.by_hand, state.aliases
+    runner.breaker.restore(state.breaker)
+    return runner
+
+
+def _decides_again(state: PolicyState, champion: PolicyRunner, is_settled: bool) -> bool:
+    """Whether the earlier champion decides, and not what the cluster file's name means now."""
+    is_sure = is_settled and champion.loaded.card.registry_error is None
+    is_other = state.loaded.artifact is not None and not is_same(state.label, champion.label)
+    return state.by_hand or (is_other and not is_sure)
+
+
+def _restored_previous(
+    state: GatewayState, champion: PolicyRunner, picker: ReplicaPicker, scenario: str
+) -> PolicyRunner | None:
+    """Make again what decided before the champion; None: nothing.
+
+    Raises:
+        ValueError: It cannot be made any more.
+    """
+    if not is_same(state.policy.label, champion.label):
+        last = _restored(state.policy, picker, scenario)
+        # A rule is the same one, whatever release of it the label names.
+        if not is_same(last.label, champion.label):
+            last.by_hand = True  # The name means another now: to go back to this one is a choice.
+            return last
+    return None if state.previous is None else _restored(state.previous, picker, scenario)

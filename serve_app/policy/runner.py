@@ -42,6 +42,7 @@ Reason = Literal["error", "too_slow", "breaker_open", "stale", "incompatible", "
 known of the replicas, it is not for these replicas, or it was not found at the start."""
 RAY_DEFAULT = "ray_default"
 """Name of Ray Serve's own router among the policies."""
+Arm = Literal["champion", "canary"]
 BreakerState = Literal["closed", "open", "half-open"]
 _HALF_OPEN_DECISIONS = 100
 """Decisions that a policy which was too slow makes in a thread before its breaker closes."""
@@ -51,19 +52,18 @@ class IncompatibleRequest(ValueError):
     """A request that the policy cannot decide; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A decision that a policy did not make."""
-
-    reason: Reason
-
-
 # Not frozen: that takes four times as long to make, and every request makes one.
 @dataclass(slots=True, eq=False)
-class Choice:
-    """What was decided for one request."""
+class ReplicaChoice:
+    """What was decided for one request, by whom, and what was known."""
 
+    request: Request
+    snapshots: Sequence[ReplicaSnapshot]
+    """Candidates."""
+    policy: str
+    """`name@sha256`."""
     index: int
+    """Of the candidate that was chosen."""
     scores: FloatArray | None
     """Cost of every candidate, shape (num,); None for policies that do not score."""
     propensity: float | None
@@ -75,6 +75,10 @@ class Choice:
     order_key: OrderKey | None = None
     """Place among the requests that wait, lower first, Unix time, seconds; None: behind them all,
     or it was not asked for."""
+    arm: Arm = "champion"
+    """Whose decision it was while a canary had its share."""
+    mlflow_run: str | None = None
+    """Run that trained the policy, where it comes from the registry."""
 
     @property
     def fallback(self) -> bool:
@@ -91,7 +95,7 @@ class DecisionCounts:
     fallbacks: Counter[str] = field(default_factory=Counter)
     """By reason."""
 
-    def add(self, choice: Choice) -> None:
+    def add(self, choice: ReplicaChoice) -> None:
         """Count one."""
         self.num_decisions += 1
         self.num_explored += choice.explored
@@ -107,7 +111,6 @@ class CircuitBreaker:
     """
 
     def __init__(self, settings: CircuitBreakerSettings, clock_s: Callable[[], float]) -> None:
-        """Begin closed; `clock_s` is any clock that does not go back, seconds."""
         self._settings = settings
         self._clock_s = clock_s
         self.num_opened = 0
@@ -179,19 +182,13 @@ class PolicyRunner:
         explore_fraction: float = 0.0,
         decides: bool = True,
     ) -> None:
-        """Make the policy.
-
-        Args:
-            name: As it was asked for.
-            loaded: The policy.
-            breaker: Its own.
-            timeouts: Who makes the calls, for all policies that take turns.
-            rng: For policies that draw.
-            explore_fraction: Share of its decisions that are drawn at random.
-            decides: False: it is never asked, since Ray decides or nobody was asked for.
-        """
         self.name, self.loaded, self.breaker = name, loaded, breaker
-        self.rng, self.explore_fraction, self.decides = rng, explore_fraction, decides
+        self.rng, self.explore_fraction = rng, explore_fraction
+        self.decides = decides
+        """False: it is never asked, since Ray decides or nobody was asked for."""
+        card, by_ray = loaded.card, name == RAY_DEFAULT
+        self.label = RAY_DEFAULT if by_ray else f"{card.name}@{card.sha256}"
+        self.mlflow_run = None if by_ray else card.mlflow_run
         self.counts = DecisionCounts()
         self.by_hand = False
         """Whether it was asked for in place of what the cluster file names."""
@@ -200,25 +197,13 @@ class PolicyRunner:
         self._timeouts = timeouts
         self._start()
 
-    @property
-    def label(self) -> str:
-        """`name@sha256`, or `ray_default`."""
-        if self.name == RAY_DEFAULT:
-            return RAY_DEFAULT
-        return f"{self.loaded.card.name}@{self.loaded.card.sha256}"
-
-    @property
-    def mlflow_run(self) -> str | None:
-        """Run that trained it, where it comes from the registry."""
-        return None if self.name == RAY_DEFAULT else self.loaded.card.mlflow_run
-
     def decide(
         self,
         request: Request,
         snapshots: Sequence[ReplicaSnapshot],
         stale: bool = False,
         has_key: bool = False,
-    ) -> Decision | Failure:
+    ) -> Decision | Reason:
         """Return the policy's decision, or why there is none; whatever the policy does.
 
         Args:
@@ -229,12 +214,12 @@ class PolicyRunner:
                 asked must count it once.
         """
         if self.loaded.card.startup_fallback is not None:
-            return Failure("missing")
+            return "missing"
         if stale:
-            return Failure("stale")
+            return "stale"
         state = self.breaker.state
         if state == "open":
-            return Failure("breaker_open")
+            return "breaker_open"
         try:
             self.check_compatible(snapshots)
             timeout = self._timeouts.inline if state == "closed" else self._timeouts.thread
@@ -242,7 +227,7 @@ class PolicyRunner:
             decision = timeout.call(decide, request, snapshots)
             _check(decision, len(snapshots))
         except IncompatibleRequest:
-            return Failure("incompatible")
+            return "incompatible"
         except TooSlow as error:
             return self._fail("too_slow", str(error))
         except Exception as error:  # A request must be placed whatever is wrong with the policy.
@@ -268,23 +253,20 @@ class PolicyRunner:
         ):
             return
         for snapshot in snapshots:
-            if card.needs_engine and snapshot.engine is None:
+            if card.needs_engine != (snapshot.engine is not None):
+                which, do = "was trained on replicas that do not batch", "leave `engine` out of"
+                if card.needs_engine:
+                    which, do = "is for replicas that batch continuously", "give `engine` in"
                 raise IncompatibleRequest(
-                    f"policy {card.name!r} is for replicas that batch continuously: "
-                    f"give `engine` in the snapshot of {snapshot.replica_id!r}"
-                )
-            if not card.needs_engine and snapshot.engine is not None:
-                raise IncompatibleRequest(
-                    f"policy {card.name!r} was trained on replicas that do not batch: "
-                    f"leave `engine` out of the snapshot of {snapshot.replica_id!r}"
+                    f"policy {card.name!r} {which}: {do} the snapshot of {snapshot.replica_id!r}"
                 )
 
-    def _fail(self, reason: Literal["error", "too_slow"], text: str) -> Failure:
+    def _fail(self, reason: Literal["error", "too_slow"], text: str) -> Reason:
         logger.warning("policy %s: %s: %s", self.name, reason, text)
         if self.breaker.fail(too_slow=reason == "too_slow"):
             logger.warning("policy %s: its circuit breaker opens", self.name)
             self._start()  # What the policy remembers may be broken.
-        return Failure(reason)
+        return reason
 
     def _start(self) -> None:
         # Asked once: looking a protocol's methods up takes as long as a small decision.
@@ -303,14 +285,11 @@ Decide = Callable[[Request, Sequence[ReplicaSnapshot]], Decision]
 
 def deciders_of(policy: RoutingPolicy) -> tuple[Decide, Decide]:
     """Return what asks a policy for place and order, and for the place alone."""
-    decide = decide_by(policy)
-    return decide, decide_by(policy.placement) if isinstance(policy, Ordered) else decide
+    decide = _decide_by(policy)
+    return decide, _decide_by(policy.placement) if isinstance(policy, Ordered) else decide
 
 
-def decide_by(
-    policy: RoutingPolicy,
-) -> Decide:
-    """Return what asks a policy, with the scores and the order key where it has any."""
+def _decide_by(policy: RoutingPolicy) -> Decide:
     if isinstance(policy, OrderingPolicy):
         return policy.place
     if isinstance(policy, ScoringPolicy):

@@ -7,39 +7,42 @@ answered.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import errno
 import json
+import logging
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import ValidationError
+from pydantic import BeforeValidator, ConfigDict, ValidationError
 
-from serve_app.policy.audit_log import GATEWAY, Event
+from serve_app.policy.audit_log import Event
 from serve_app.policy.card import PolicyCard
-from serve_app.policy.experiment import Experiment, Mode
-from serve_app.policy.loading import (
-    LoadedPolicy,
-    from_artifact,
-    in_order,
-    order_in,
-    resolve_policy,
-)
-from serve_app.policy.manager import PolicyManager
-from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
+from serve_app.policy.champion_alias import Background, InThread, text_of
+from serve_app.policy.experiment import Conflict, Mode
+from serve_app.policy.loading import LoadedPolicy, reloaded
 from serve_app.watched_file import identity_of
 from tokenyard.config import FrozenModel
 from tokenyard.routing.artifact import PolicyArtifact
-from tokenyard.routing.policies.rule_name import RuleName
-from tokenyard.routing.scenario import load_scenario
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "gateway-state.json"
 """Its name beside the decision log."""
+_FORMAT_VERSION: Literal[2] = 2
 _MAX_STATE_BYTES = 256 << 20
+_SAVE_S = 5.0
+"""Longest time for which an answer waits for the disk."""
+_WATCH_EVERY_S = 1.0
+_EVIDENCE_EVERY_S = 5.0
+_ALWAYS = ("limits", "outliers")
+"""Parts whose state holds whichever policy the cluster file names."""
 
 
 class StateError(ValueError):
@@ -51,15 +54,30 @@ class Remembers(Protocol):
 
     def saved(self) -> dict[str, Any]:
         """Return what must not be forgotten, as JSON has it."""
-        ...
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take it up.
+        """Take it up; a ValueError says why it cannot be used."""
 
-        Raises:
-            ValueError: It cannot be used.
-        """
-        ...
+
+@lru_cache(maxsize=4)
+def _encoded(artifact: PolicyArtifact) -> str:
+    """A policy file in base64; the same few are written again and again."""
+    return base64.b64encode(artifact.encoded()).decode()
+
+
+_Saved = Annotated[
+    dict[str, Any], BeforeValidator(lambda part: part.saved() if hasattr(part, "saved") else part)
+]
+_Encoded = Annotated[
+    str,
+    BeforeValidator(lambda file: _encoded(file) if isinstance(file, PolicyArtifact) else file),
+]
+
+
+class _State(FrozenModel):
+    """Is made from the attributes of what it is the state of."""
+
+    model_config = ConfigDict(from_attributes=True)
 
 
 class Configured(FrozenModel):
@@ -69,123 +87,71 @@ class Configured(FrozenModel):
     scenario: str
 
 
-class StoredPolicy(FrozenModel):
-    """A policy that has decided or may."""
+class LoadedState(_State):
+    """A `LoadedPolicy`."""
 
-    name: str
-    explore_fraction: float
-    by_hand: bool
-    aliases: dict[str, str] | None
     card: PolicyCard
-    artifact: str | None
-    """The policy file in base64; None: it is a rule."""
-    breaker: dict[str, float]
+    artifact: _Encoded | None
+    """None: it is a rule."""
 
-    @classmethod
-    def of(cls, runner: PolicyRunner) -> StoredPolicy:
-        """Write a policy down."""
-        artifact = runner.loaded.artifact
-        encoded = None if artifact is None else _encoded(artifact)
-        aliases = None if runner.aliases is None else dict(runner.aliases)
-        return cls(
-            name=runner.name, explore_fraction=runner.explore_fraction, by_hand=runner.by_hand,
-            aliases=aliases, card=runner.loaded.card, artifact=encoded,
-            breaker=runner.breaker.saved(),
-        )  # fmt: skip
-
-    @property
-    def label(self) -> str:
-        """`name@sha256`, as `PolicyRunner.label`."""
-        return f"{self.card.name}@{self.card.sha256}" if self.name != RAY_DEFAULT else RAY_DEFAULT
-
-    def runner(self, manager: PolicyManager) -> PolicyRunner:
+    def load(self, scenario: str) -> LoadedPolicy:
         """Make the policy again.
 
         Raises:
             ValueError: It cannot be made any more.
         """
-        if self.name == RAY_DEFAULT:
-            made = manager.ray_default()
-        else:
-            loaded = manager.warmed_up(self._load(manager.scenario))
-            made = manager.runner(self.name, loaded, self.explore_fraction)
-        made.by_hand, made.aliases = self.by_hand, self.aliases
-        made.breaker.restore(self.breaker)
-        return made
-
-    def _load(self, scenario: str) -> LoadedPolicy:
-        card = self.card
-        if self.artifact is None:
-            return resolve_policy(card.name, scenario)
-        data = base64.b64decode(self.artifact, validate=True)
-        artifact = PolicyArtifact.decoded(data, f"{card.name} in the state file")
-        known, order = load_scenario(scenario), order_in(card.name)
-        name = card.name if order is None else str(RuleName.parse(card.name).ordered(None))
-        loaded = from_artifact(name, artifact, card.source, known)
-        if order is not None:
-            loaded = in_order(loaded, order, known)
-        told = loaded.card.model_copy(update={"mlflow_run": card.mlflow_run})
-        return LoadedPolicy(told, loaded.make, loaded.predictor, artifact)
+        artifact = None
+        if self.artifact is not None:
+            data = base64.b64decode(self.artifact, validate=True)
+            artifact = PolicyArtifact.decoded(data, f"{self.card.name} in the state file")
+        return reloaded(self.card, artifact, scenario)
 
 
-class StoredExperiment(FrozenModel):
-    """An experiment that goes on."""
+class PolicyState(_State):
+    """A `PolicyRunner`."""
 
-    policy: StoredPolicy
+    name: str
+    label: str
+    loaded: LoadedState
+    explore_fraction: float
+    by_hand: bool
+    aliases: dict[str, str] | None
+    breaker: _Saved
+
+
+class ExperimentState(_State):
+    """An `Experiment` that goes on."""
+
+    champion: str
+    policy: PolicyState
     mode: Mode
     share: float
     alpha: float
     started_s: float
-    champion: str
-    """Label of the policy that it is compared with."""
     evidence: dict[str, Any]
 
-    @classmethod
-    def of(cls, experiment: Experiment, champion: PolicyRunner) -> StoredExperiment:
-        """Write an experiment down."""
-        return cls(
-            policy=StoredPolicy.of(experiment.policy), mode=experiment.mode,
-            share=experiment.share, alpha=experiment.alpha, started_s=experiment.started_s,
-            champion=champion.label, evidence=experiment.saved(),
-        )  # fmt: skip
 
-
-class StoredAlias(FrozenModel):
-    """What the registry's aliases have to do with it."""
+class AliasState(_State):
+    """A `ChampionAlias`."""
 
     uri: str
     model: str
-    known: tuple[str, ...]
+    known: frozenset[str]
     is_settled: bool
 
 
-class StoredEvent(FrozenModel):
-    """A change."""
-
-    time_s: float
-    what: str
-    policy: str
-    why: str
-    by: str = GATEWAY
-
-    @classmethod
-    def of(cls, event: Event) -> StoredEvent:
-        """Write a change down."""
-        return cls(**asdict(event))
-
-
-class StoredState(FrozenModel):
+class GatewayState(FrozenModel):
     """Everything."""
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = _FORMAT_VERSION
     configured: Configured
-    policy: StoredPolicy
-    previous: StoredPolicy | None
-    experiment: StoredExperiment | None
-    events: tuple[StoredEvent, ...]
-    alias: StoredAlias | None
-    parts: dict[str, dict[str, Any]]
-    """What other parts of the gateway remember, by name."""
+    policy: PolicyState
+    previous: PolicyState | None
+    experiment: ExperimentState | None
+    events: tuple[Event, ...]
+    alias: AliasState | None
+    parts: dict[str, _Saved]
+    """Other parts of the gateway, by name."""
 
 
 class StateFile:
@@ -201,7 +167,7 @@ class StateFile:
         self._written: tuple[int, ...] | None = None
         """File that this one has put there last; None: it has put none there."""
 
-    def read(self) -> StoredState | None:
+    def read(self) -> GatewayState | None:
         """Read it; None: there is none.
 
         Raises:
@@ -210,15 +176,25 @@ class StateFile:
         try:
             with self.path.open("rb") as file:
                 data = file.read(_MAX_STATE_BYTES + 1)
+            if len(data) > _MAX_STATE_BYTES:
+                raise ValueError(f"it is larger than {_MAX_STATE_BYTES} bytes")
+            fields = json.loads(data)
+            version = fields.get("format_version") if isinstance(fields, dict) else None
+            if version == _FORMAT_VERSION:
+                return GatewayState.model_validate(fields)
+            reason = f" has format version {version}; this release reads {_FORMAT_VERSION}"
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise StateError(f"state file {self.path}: {error.strerror}") from None
-        if len(data) > _MAX_STATE_BYTES:
-            raise StateError(f"state file {self.path} is larger than {_MAX_STATE_BYTES} bytes")
-        return _parsed(data, self.path)
+            reason = f": {error.strerror}"
+        except ValidationError as error:
+            first = error.errors(include_input=False)[0]
+            reason = f": {'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+        except (ValueError, RecursionError) as error:
+            reason = f" is broken: {str(error)[:200]}"
+        raise StateError(f"state file {self.path}{reason}")
 
-    def write(self, state: StoredState) -> None:
+    def write(self, state: GatewayState) -> None:
         """Replace it; once this returns the disk has it.
 
         Raises:
@@ -238,34 +214,131 @@ class StateFile:
             part.replace(self.path)
             _sync(self.path.parent)
 
-    def set_aside(self) -> None:
-        """Keep what cannot be used beside it, for whoever wants to know."""
-        self.path.replace(self.path.with_name(f"{self.path.name}.refused"))
 
+class StateStore:
+    """Writes the state down: before a change is answered, and every few seconds for evidence.
 
-@lru_cache(maxsize=4)
-def _encoded(artifact: PolicyArtifact) -> str:
-    """A policy file in base64; the same few are written again and again."""
-    return base64.b64encode(artifact.encoded()).decode()
+    Without a file nothing is written.
+    """
 
+    def __init__(
+        self,
+        file: StateFile | None,
+        parts: Mapping[str, Remembers],
+        snapshot: Callable[[], GatewayState],
+        in_thread: InThread,
+    ) -> None:
+        self.file, self.parts = file, parts
+        self.is_due = False
+        """Whether something has changed that is not written."""
+        self._snapshot, self._in_thread = snapshot, in_thread
+        self.read_note: str | None = None
+        """Why what an earlier gateway wrote was not taken up."""
+        self._save_note: str | None = None
+        self._saved_s = 0.0
+        self._saving, self._background = asyncio.Lock(), Background()
+        self._has_ended = False
 
-def _parsed(data: bytes, path: Path) -> StoredState:
-    try:
-        found = json.loads(data)
-        version = found.get("format_version") if isinstance(found, dict) else None
-        if version != 1:
-            raise StateError(
-                f"state file {path} has format version {version}; this release reads 1"
-            )
-        return StoredState.model_validate(found)
-    except StateError:
-        raise
-    except ValidationError as error:
-        first = error.errors(include_input=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise StateError(f"state file {path}: {field}: {first['msg']}") from None
-    except (ValueError, RecursionError) as error:
-        raise StateError(f"state file {path} is broken: {str(error)[:200]}") from None
+    @property
+    def note(self) -> str | None:
+        """Why the state could not be read or written; None: it could, or there is no file."""
+        return self._save_note or self.read_note
+
+    def read(self) -> GatewayState | None:
+        """Return what an earlier gateway wrote; None: nothing that can be used."""
+        try:
+            return None if self.file is None else self.file.read()
+        except StateError as error:
+            self.refuse(str(error))
+            return None
+
+    def refuse(self, reason: str) -> None:
+        """Set the file aside: a gateway that does not start is worse than one that forgets."""
+        assert self.file is not None
+        path = self.file.path
+        try:
+            path.replace(refused := path.with_name(f"{path.name}.refused"))
+            outcome = f"it is kept as {refused}"
+        except OSError as error:
+            outcome = f"it cannot be set aside: {error.strerror}"
+        self.read_note = reason
+        logger.error("%s; %s", reason, outcome)
+
+    def lack(self, reason: str) -> None:
+        """Note what of the state was not taken up."""
+        self.read_note = reason
+        logger.error("%s", reason)
+
+    def restore_parts(self, state: GatewayState, always: bool) -> None:
+        """Let the parts that hold `always`, or the others, take up what was written."""
+        for name, part in self.parts.items():
+            if name in state.parts and (name in _ALWAYS) == always:
+                try:
+                    part.restore(state.parts[name])
+                except (ValueError, KeyError, TypeError) as error:
+                    self.lack(f"{name} is not as it was: {text_of(error)}")
+
+    def start(self) -> None:
+        """Begin to write down what happens by itself: a canary that ends, and evidence."""
+        self._background.run(self._watch())
+
+    async def stop(self) -> None:
+        """Write the state a last time: from now on the file is another gateway's."""
+        self._has_ended = True
+        await self.save_in_time()
+        if self.file is not None:
+            self.file.is_closed = True
+        self._background.stop()
+
+    def check_goes_on(self) -> None:
+        """Refuse a change that the next gateway would not hear of.
+
+        Raises:
+            Conflict: The gateway ends.
+        """
+        if self._has_ended:
+            raise Conflict("the gateway is about to end; ask again, and the next one answers")
+
+    @asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        """Have something changed that is remembered: at the end of the context it is written.
+
+        Raises:
+            Conflict: The gateway ends.
+        """
+        self.check_goes_on()
+        yield
+        await self.save_in_time()
+
+    async def save_in_time(self) -> None:
+        """Wait until the disk has the state, though not for ever."""
+        if self.file is None:
+            return
+        done, _ = await asyncio.wait([self._background.run(self.save())], timeout=_SAVE_S)
+        if not done:
+            self._save_note = f"the state was not written within {_SAVE_S:g} s"
+
+    async def save(self) -> None:
+        """Write the state down, after whoever does so already."""
+        if self.file is None:
+            return
+        async with self._saving:
+            self.is_due, state = False, self._snapshot()
+            try:
+                await self._in_thread(self.file.write, state)
+            except OSError as error:
+                note = f"the state cannot be written: {error}"
+                if note != self._save_note:
+                    logger.error("%s", note)
+                self._save_note, self.is_due = note, True
+            else:
+                self._saved_s, self._save_note = time.monotonic(), None
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            if self.is_due or time.monotonic() - self._saved_s > _EVIDENCE_EVERY_S:
+                await self.save()
 
 
 def _sync(folder: Path) -> None:

@@ -11,7 +11,6 @@ from unit.serve_builders import linear_artifact
 import tokenyard
 from serve_app.allocation.plans import load_plan_policy
 from serve_app.cluster import CircuitBreakerSettings
-from serve_app.policy.lifecycle import Lifecycle
 from serve_app.policy.loading import resolve_policy
 from serve_app.policy.manager import PolicyManager
 from tokenyard.allocation.artifact import champion_or_planner
@@ -67,10 +66,9 @@ def test_what_is_promoted_is_champion_of_a_scenario_of_ones_own_after_a_restart(
     manager = PolicyManager(str(mine), "sed", settings, rng, uri)
 
     async def promote():
-        lifecycle = Lifecycle(manager, None)
         manager.switch("sed")
         manager.start_experiment(str(tmp_path / "new.npz"), "canary", 0.2)
-        await lifecycle.change("promote")
+        await manager.change("promote")
 
     asyncio.run(promote())
     manager.stop()

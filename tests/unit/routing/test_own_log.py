@@ -18,6 +18,7 @@ from serve_app.gateway.decision_record import DecisionRecord
 from serve_app.gateway.decision_rows import FORMAT_VERSION
 from serve_app.gateway.order import bounded_key
 from serve_app.policy.loading import resolve_policy
+from serve_app.policy.runner import ReplicaChoice
 from tokenyard.routing import log_replay as replay
 from tokenyard.routing import own_traffic
 from tokenyard.routing.artifact import DEFAULT_RULE, PolicyArtifact, learned_policy
@@ -99,10 +100,12 @@ def written(folder, decide, label, factors, num_requests, load_factor=1.0):
         writer.write(
             DecisionRecord(
                 decision_id=uuid.uuid4().hex, request_id=str(number), attempt=0,
-                time_s=request.arrival_s, policy=label, service_class="default",
-                request=request, snapshots=told, pools=("p",) * 4, scores=decision.scores,
-                index=decision.replica, propensity=propensity, explored=propensity < 0.5,
-                fallback_reason=None, decision_us=1.0, outcome="stop",
+                time_s=request.arrival_s, service_class="default",
+                choice=ReplicaChoice(
+                    request, told, label, decision.replica, decision.scores, propensity,
+                    explored=propensity < 0.5, decision_us=1.0,
+                ),
+                pools=("p",) * 4, outcome="stop",
                 output_tokens=int(out.output_tokens[number]),
                 ttft_s=float(out.first_token_s[number]), response_s=float(out.response_s[number]),
                 order_key=key,

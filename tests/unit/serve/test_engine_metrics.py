@@ -208,7 +208,7 @@ def test_endpoints_of_any_engine_and_of_none_get_equal_shares():
         await ask_many(client, 400, 16)
         shares = [one.num_asked for one in endpoints]
         assert all(abs(one - 100) <= 20 for one in shares), shares
-        assert "stale" not in gateway.manager.counts.fallbacks
+        assert "stale" not in gateway.manager.picker.counts.fallbacks
         told = [one.info for one in gateway.table.replicas.values()]
         assert [one.engine for one in told] == ["vllm", "sglang", "llama.cpp", None]
         assert [one.missing for one in told] == [
@@ -232,7 +232,7 @@ def test_a_pool_without_vllm_is_decided_by_the_policy(page):
         await until(lambda: all(one.num_scraped > 3 for one in endpoints))
         await asyncio.sleep(0.4)  # Longer than what is heard counts as current.
         await ask_many(client, 12, 2)
-        assert not gateway.manager.counts.fallbacks
+        assert not gateway.manager.picker.counts.fallbacks
         assert min(one.num_asked for one in endpoints) > 0
 
     settings = {"budget_s": 1.0, "stale_after_s": 0.35}

@@ -13,14 +13,15 @@ import pytest
 from unit.serve_builders import marginal_artifact
 
 from serve_app.cluster import CircuitBreakerSettings
-from serve_app.policy import champion_alias, lifecycle
+from serve_app.policy import champion_alias
 from serve_app.policy import manager as manager_module
-from serve_app.policy.lifecycle import Conflict, Lifecycle
+from serve_app.policy.experiment import Conflict
 from serve_app.policy.loading import from_artifact, in_order
 from serve_app.policy.manager import PolicyManager
-from serve_app.policy.state import StateFile, StoredState
+from serve_app.policy.state import GatewayState, StateFile
 from tokenyard.artifact import RegistryError
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.policies.rule_name import Term
 from tokenyard.routing.scenario import load_scenario
 
 URI, SCENARIO = "a store", "poisson_085"
@@ -119,7 +120,7 @@ class MemoryFile(StateFile):
         self.text, self.is_closed = text, False
 
     def read(self):
-        return None if self.text is None else StoredState.model_validate_json(self.text)
+        return None if self.text is None else GatewayState.model_validate_json(self.text)
 
     def write(self, state):
         self.text = state.model_dump_json()
@@ -131,15 +132,16 @@ class Gateway:
     def __init__(self, store, text=None):
         self.loop, self.store, self.calls = StillLoop(), store, []
         settings = CircuitBreakerSettings()
-        self.manager = PolicyManager(SCENARIO, "sed", settings, np.random.default_rng(0), URI)
+        self.manager = PolicyManager(
+            SCENARIO, "sed", settings, np.random.default_rng(0), URI, in_thread=self.in_thread
+        )
         self.file = MemoryFile(text)
-        self.lifecycle = Lifecycle(self.manager, self.file, in_thread=self.in_thread)
         self.loop.run_until_complete(self.begin())
 
     async def begin(self):
-        self.lifecycle.resume("champion")
-        if self.lifecycle._alias is not None and not self.lifecycle._alias.is_settled:
-            self.lifecycle._alias.follow()
+        self.manager.resume("champion", file=self.file)
+        if self.manager._alias is not None and not self.manager._alias.is_settled:
+            self.manager._alias.follow()
 
     async def in_thread(self, function, *args):
         call = ThreadCall(function, args, self.loop.create_future())
@@ -151,7 +153,7 @@ class Gateway:
         return self.loop.create_task(work)
 
     def ask(self, action):
-        return self.spawn(self.lifecycle.change(action))
+        return self.spawn(self.manager.change(action))
 
     def canary(self, name):
         self.manager.start_experiment(name, "canary", 0.2, prepared=POLICIES[name])
@@ -279,10 +281,10 @@ def fakes(monkeypatch):
     monkeypatch.setattr(manager_module, "resolve_policy", resolve)
     monkeypatch.setattr(manager_module, "warm_up", lambda _: None)
     for name in ("enter", "settle"):
-        for module in (champion_alias, lifecycle):
-            monkeypatch.setattr(
-                module.registry, name, lambda *args, name=name: getattr(stores[-1], name)(*args)
-            )
+        monkeypatch.setattr(
+            champion_alias.registry, name,
+            lambda *args, name=name: getattr(stores[-1], name)(*args),
+        )  # fmt: skip
     return stores
 
 
@@ -327,11 +329,12 @@ def test_a_policy_promoted_in_an_order_decides_in_it_after_a_restart_and_no_alia
     store = Store()
     fakes.append(store)
     gateway = Gateway(store)
-    ordered = in_order(POLICIES["x1"], "sjf@20", load_scenario(SCENARIO))
+    ordered = in_order(POLICIES["x1"], Term.parse("sjf@20"), load_scenario(SCENARIO))
     gateway.manager.start_experiment("x1+sjf@20", "shadow", 0.2, prepared=ordered)
     promoting = gateway.ask("promote")
     gateway.run_out()
-    assert promoting.result().champion.name == "x1+sjf@20"
+    assert promoting.exception() is None
+    assert gateway.manager.policy.loaded.card.name == "x1+sjf@20"
     # An alias names a file, and whoever reads that gets no order.
     assert store.champion == "p0"
     text = gateway.file.text
@@ -355,7 +358,7 @@ def test_a_promoted_candidate_is_the_champion_that_is_found_by_another_name(fake
     gateway.run_out()
     assert store.champion == "x1"
     gateway.canary("x2")
-    gateway.spawn(gateway.lifecycle.save())
+    gateway.spawn(gateway.manager.store.save())
     gateway.run_out()
     text = gateway.file.text
     gateway.end()

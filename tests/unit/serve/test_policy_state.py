@@ -19,8 +19,7 @@ from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
-from serve_app.policy import lifecycle as lifecycle_module
-from serve_app.policy.lifecycle import Lifecycle
+from serve_app.policy import state as state_module
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.state import StateFile
 from tokenyard.allocation.policies.rules import StaticPlan
@@ -43,25 +42,24 @@ def live(path, test, policy="sed", registry=None, more_parts=None):
         gateway = Gateway(cluster, manager, pools)
         gateway.limits = RateLimits(lambda _: CallerLimits(tokens_per_day=100))
         parts = {"outliers": gateway.outliers, "limits": gateway.limits, **(more_parts or {})}
-        lifecycle = Lifecycle(manager, StateFile(path), parts)
-        lifecycle.resume(cluster.policy, may_be_missing=True)
-        api = create_gateway_api(gateway, Letters(), Access(None, None, True), lifecycle)
+        manager.resume(cluster.policy, may_be_missing=True, file=StateFile(path), parts=parts)
+        api = create_gateway_api(gateway, Letters(), Access(None, None, True))
         transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
         async with httpx.AsyncClient(transport=transport, base_url=LOCAL) as client:
             try:
-                return await test(client, gateway, lifecycle)
+                return await test(client, gateway)
             finally:
                 manager.stop()
 
     return asyncio.run(run())
 
 
-async def look(client, gateway, lifecycle):
+async def look(client, gateway):
     return (await client.get(PATH)).json()
 
 
 def switching_to(policy):
-    async def switch(client, gateway, lifecycle):
+    async def switch(client, gateway):
         answer = await client.post("/v1/policy", json={"policy": policy})
         assert answer.status_code == 200, answer.text
 
@@ -81,7 +79,7 @@ def test_a_policy_set_by_hand_decides_after_a_crash_though_its_file_is_gone(tmp_
 
 
 def test_a_rollback_outlives_a_crash_and_can_be_taken_back_after_it(tmp_path):
-    async def roll_back(client, gateway, lifecycle):
+    async def roll_back(client, gateway):
         return (await client.post(PATH, json={"action": "rollback"})).json()
 
     state = tmp_path / "state.json"
@@ -92,11 +90,11 @@ def test_a_rollback_outlives_a_crash_and_can_be_taken_back_after_it(tmp_path):
 
 
 def test_what_was_set_by_hand_outlives_a_crash_also_where_the_registry_is_away(tmp_path):
-    async def explore(client, gateway, lifecycle):
+    async def explore(client, gateway):
         body = {"policy": "champion", "explore_fraction": 0.05}
         return (await client.post("/v1/policy", json=body)).json()
 
-    async def see(client, gateway, lifecycle):
+    async def see(client, gateway):
         return (await client.get("/v1/policy")).json()
 
     state, away = tmp_path / "state.json", f"sqlite:///{tmp_path}/away.db"
@@ -111,9 +109,9 @@ def test_a_rollback_to_what_the_name_no_longer_means_outlives_a_crash(tmp_path):
     state, file = tmp_path / "state.json", tmp_path / "mine.npz"
     older, newer = (marginal_artifact(np.full(NUM_MARGINAL_WEIGHTS, one)) for one in (0.1, 0.2))
 
-    async def take_and_go_back(client, gateway, lifecycle):
+    async def take_and_go_back(client, gateway):
         newer.save(file)
-        await switching_to(str(file))(client, gateway, lifecycle)
+        await switching_to(str(file))(client, gateway)
         assert gateway.manager.policy.loaded.card.sha256 == newer.sha256
         return (await client.post(PATH, json={"action": "rollback"})).json()
 
@@ -128,10 +126,10 @@ def test_a_rollback_from_what_a_restart_has_found_goes_to_what_decided_until_the
     state, file = tmp_path / "state.json", tmp_path / "mine.npz"
     older, newer = (marginal_artifact(np.full(NUM_MARGINAL_WEIGHTS, one)) for one in (0.1, 0.2))
 
-    async def begin(client, gateway, lifecycle):
-        await lifecycle.save()
+    async def begin(client, gateway):
+        await gateway.manager.store.save()
 
-    async def go_back(client, gateway, lifecycle):
+    async def go_back(client, gateway):
         assert gateway.manager.policy.loaded.card.sha256 == newer.sha256
         return (await client.post(PATH, json={"action": "rollback"})).json()
 
@@ -150,7 +148,9 @@ def test_what_cannot_be_gone_back_to_any_more_takes_nothing_else_along(tmp_path)
     live(state, switching_to(str(file)))
     live(state, switching_to("round_robin"))
     found = json.loads(state.read_text())
-    found["previous"]["artifact"] = ""  # As a release that does not read such files finds it.
+    found["previous"]["loaded"]["artifact"] = (
+        ""  # As a release that does not read such files finds it.
+    )
     state.write_text(json.dumps(found))
     seen = live(state, look)
     assert seen["champion"]["name"] == "round_robin"
@@ -187,13 +187,13 @@ def test_what_keys_have_used_holds_whichever_policy_the_cluster_file_names(tmp_p
     """A new policy in the file is no new day for those whose quota is used up."""
     caller, state = Caller("t", "k"), tmp_path / "state.json"
 
-    async def use(client, gateway, lifecycle):
+    async def use(client, gateway):
         assert isinstance(gateway.limits.admit(caller, 80), Grant)
         for _ in range(3):
             gateway.outliers.fail("a-0", 0.0)
-        await lifecycle.save()
+        await gateway.manager.store.save()
 
-    async def ask_again(client, gateway, lifecycle):
+    async def ask_again(client, gateway):
         found = gateway.limits.admit(caller, 30)
         assert isinstance(found, OverLimit)
         assert found.code == "insufficient_quota"
@@ -204,12 +204,12 @@ def test_what_keys_have_used_holds_whichever_policy_the_cluster_file_names(tmp_p
 
 
 def test_an_ejection_outlives_a_crash_though_its_replica_is_found_after_others(tmp_path):
-    async def fail(client, gateway, lifecycle):
+    async def fail(client, gateway):
         for _ in range(8):  # Ejected by the third, and for 32 s at the last.
             gateway.outliers.fail("b-0", math.inf)
-        await lifecycle.save()
+        await gateway.manager.store.save()
 
-    async def ask(client, gateway, lifecycle):
+    async def ask(client, gateway):
         gateway.backends["b"].there = False
         assert (await client.post("/v1/completions", json=a_body())).status_code == 200
         gateway.backends["b"].there = True
@@ -223,7 +223,7 @@ def test_an_ejection_outlives_a_crash_though_its_replica_is_found_after_others(t
 
 
 def test_a_canary_goes_on_with_its_share_its_evidence_and_its_requests(tmp_path):
-    async def begin(client, gateway, lifecycle):
+    async def begin(client, gateway):
         body = {"action": "canary", "policy": "round_robin", "share": 0.3}
         await client.post(PATH, json=body)
         experiment = gateway.manager.experiment
@@ -232,10 +232,10 @@ def test_a_canary_goes_on_with_its_share_its_evidence_and_its_requests(tmp_path)
         gateway.manager.policy.breaker.fail(too_slow=True)
         for _ in range(3):
             gateway.outliers.fail("a-0", 0.0)
-        await lifecycle.save()
+        await gateway.manager.store.save()
         return [experiment.arm_of(str(i)) for i in range(100)], experiment.test.saved()
 
-    async def go_on(client, gateway, lifecycle):
+    async def go_on(client, gateway):
         experiment = gateway.manager.experiment
         assert gateway.manager.policy.breaker.state == "open"
         assert gateway.outliers.ejected_s("a-0") > 0.0
@@ -246,7 +246,7 @@ def test_a_canary_goes_on_with_its_share_its_evidence_and_its_requests(tmp_path)
 
 
 def test_a_canary_of_a_champion_that_is_another_after_a_restart_is_told_to_have_ended(tmp_path):
-    async def begin(client, gateway, lifecycle):
+    async def begin(client, gateway):
         await client.post(PATH, json={"action": "canary", "policy": "round_robin"})
 
     state, file = tmp_path / "state.json", tmp_path / "mine.npz"
@@ -259,17 +259,17 @@ def test_a_canary_of_a_champion_that_is_another_after_a_restart_is_told_to_have_
 
 
 def test_a_canary_of_an_earlier_release_that_orders_otherwise_has_ended(tmp_path):
-    async def begin(client, gateway, lifecycle):
+    async def begin(client, gateway):
         await client.post(PATH, json={"action": "canary", "policy": "round_robin"})
         gateway.manager.experiment.test.record(True, True, 10, 5)
-        await lifecycle.save()
+        await gateway.manager.store.save()
 
     state = tmp_path / "state.json"
     live(state, begin)
     found = json.loads(state.read_text())
     # What an earlier release wrote of a canary that it let begin.
     found["experiment"]["policy"]["name"] = "round_robin+sjf"
-    found["experiment"]["policy"]["card"]["name"] = "round_robin+sjf"
+    found["experiment"]["policy"]["loaded"]["card"]["name"] = "round_robin+sjf"
     state.write_text(json.dumps(found))
     seen = live(state, look)
     assert seen["state"] is None
@@ -282,8 +282,8 @@ def test_a_canary_of_an_earlier_release_that_orders_otherwise_has_ended(tmp_path
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "broken"), ("[1]", "format version None"), ('{"format_version": 2}', "reads 1"),
-        ('{"format_version": 1}', "configured: Field required"), ("[" * 100_000, "broken"),
+        ("", "broken"), ("[1]", "format version None"), ('{"format_version": 1}', "reads 2"),
+        ('{"format_version": 2}', "configured: Field required"), ("[" * 100_000, "broken"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_kept_aside_and_says_why(tmp_path, text, reason):
@@ -296,16 +296,16 @@ def test_a_file_that_cannot_be_used_is_kept_aside_and_says_why(tmp_path, text, r
 
 
 def test_why_a_state_was_not_taken_up_is_still_told_once_another_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(lifecycle_module, "_WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr(state_module, "_WATCH_EVERY_S", 0.01)
     state = tmp_path / "state.json"
     state.write_text("")
 
-    async def look_later(client, gateway, lifecycle):
-        lifecycle.start()
+    async def look_later(client, gateway):
+        gateway.manager.start()
         async with asyncio.timeout(10):
             while not state.exists():
                 await asyncio.sleep(0.01)
-        await lifecycle.save()
+        await gateway.manager.store.save()
         return (await client.get(PATH)).json()
 
     assert "broken" in live(state, look_later)["state"]
@@ -319,8 +319,19 @@ def test_a_file_that_cannot_be_kept_aside_either_stops_no_gateway():
     assert seen["champion"]["name"] == "sed"
 
 
+def test_a_part_of_the_state_that_is_no_mapping_is_refused_by_its_name(tmp_path):
+    state = tmp_path / "state.json"
+    live(state, switching_to("round_robin"))
+    found = json.loads(state.read_text())
+    found["policy"]["breaker"] = 5
+    state.write_text(json.dumps(found))
+    seen = live(state, look)
+    assert "policy.breaker: Input should be a valid dictionary" in seen["state"]
+    assert seen["champion"]["name"] == "sed"
+
+
 def test_evidence_that_is_none_is_refused_and_the_cluster_file_counts(tmp_path):
-    async def begin(client, gateway, lifecycle):
+    async def begin(client, gateway):
         await client.post(PATH, json={"action": "canary", "policy": "round_robin"})
 
     state = tmp_path / "state.json"
@@ -337,9 +348,9 @@ def test_a_change_that_the_next_gateway_would_not_hear_of_is_refused(tmp_path):
     """A gateway that ends answers those who are connected, after its last state is written."""
     state = tmp_path / "state.json"
 
-    async def end(client, gateway, lifecycle):
-        await switching_to("round_robin")(client, gateway, lifecycle)
-        await lifecycle.stop()
+    async def end(client, gateway):
+        await switching_to("round_robin")(client, gateway)
+        await gateway.manager.hand_over()
         changes = [("/v1/policy", {"policy": "power_of_two"}), (PATH, {"action": "rollback"})]
         for path, body in changes:
             refused = await client.post(path, json=body)
@@ -354,15 +365,15 @@ def test_a_change_that_the_next_gateway_would_not_hear_of_is_refused(tmp_path):
 def test_of_two_gateways_with_one_file_the_first_is_told_and_writes_no_more(tmp_path, caplog):
     state = tmp_path / "state.json"
 
-    async def another(client, gateway, lifecycle):
-        await switching_to("power_of_two")(client, gateway, lifecycle)
+    async def another(client, gateway):
+        await switching_to("power_of_two")(client, gateway)
 
-    async def first(client, gateway, lifecycle):
-        await switching_to("round_robin")(client, gateway, lifecycle)
+    async def first(client, gateway):
+        await switching_to("round_robin")(client, gateway)
         await asyncio.to_thread(live, state, another)
         others = state.read_bytes()
         for _ in range(3):
-            await lifecycle.save()
+            await gateway.manager.store.save()
         assert state.read_bytes() == others
         return (await client.get(PATH)).json()
 
@@ -374,8 +385,8 @@ def test_of_two_gateways_with_one_file_the_first_is_told_and_writes_no_more(tmp_
 
 
 def test_a_disk_that_is_full_is_told_and_stops_nothing(tmp_path):
-    async def test(client, gateway, lifecycle):
-        lifecycle._file.path = tmp_path / "a file" / "state.json"
+    async def test(client, gateway):
+        gateway.manager.store.file.path = tmp_path / "a file" / "state.json"
         (tmp_path / "a file").write_text("")
         changed = await client.post("/v1/policy", json={"policy": "round_robin"})
         assert changed.status_code == 200

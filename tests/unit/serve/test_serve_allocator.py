@@ -514,7 +514,7 @@ async def set_by_hand(gateway):
 def test_a_plan_set_by_hand_is_on_the_disk_before_it_is_answered(gateway):
     answer = asyncio.run(set_by_hand(gateway))
     assert answer.status_code == 200
-    state = json.loads(gateway._lifecycle._file.path.read_text())
+    state = json.loads(gateway._gateway.manager.store.file.path.read_text())
     assert state["parts"]["allocation"]["plan"] == asdict(gateway._allocator.plan)
 
 

@@ -11,6 +11,7 @@ import pytest
 from serve_app.gateway import decision_log, decision_rows
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.decision_record import DecisionRecord
+from serve_app.policy.runner import ReplicaChoice
 from tokenyard.routing.snapshot_table import (
     LIVE_MATCH_TOKENS,
     LIVE_NUM_RUNNING,
@@ -26,14 +27,16 @@ from tokenyard.routing.snapshot_table import (
 from tokenyard.routing.types import OrderKey, ReplicaSnapshot, Request
 
 
-def a_record(decision_id="1"):
+def a_record(decision_id="1", **of_choice):
     snapshot = ReplicaSnapshot("a", 5000.0, 1, 5, 0, 0, 0.0, math.nan, 1.5, 7.0)
+    choice = ReplicaChoice(
+        request=Request(7.0, 10, 20.0), snapshots=(snapshot,), policy="sed@1", index=0,
+        scores=np.array([0.5]), propensity=0.99, explored=False, decision_us=40.0,
+    )  # fmt: skip
     return DecisionRecord(
-        decision_id=decision_id, request_id="r", attempt=0, time_s=7.0, policy="sed@1",
-        service_class="default", request=Request(7.0, 10, 20.0), snapshots=(snapshot,),
-        pools=("p",), scores=np.array([0.5]), index=0, propensity=0.99, explored=False,
-        fallback_reason=None, decision_us=40.0, outcome="stop", output_tokens=9, ttft_s=0.1,
-        response_s=0.5,
+        decision_id=decision_id, request_id="r", attempt=0, time_s=7.0, service_class="default",
+        choice=replace(choice, **of_choice), pools=("p",), outcome="stop", output_tokens=9,
+        ttft_s=0.1, response_s=0.5,
     )  # fmt: skip
 
 
@@ -80,7 +83,7 @@ def test_rows_that_cannot_be_written_are_counted_and_do_not_stop_the_log(tmp_pat
 def test_a_row_that_cannot_be_laid_out_is_left_out_alone(tmp_path, caplog):
     log = DecisionLog(tmp_path)
     for number, index in enumerate((0, 7, 0)):
-        log.write(replace(a_record(str(number)), index=index))  # There is no eighth candidate.
+        log.write(a_record(str(number), index=index))  # There is no eighth candidate.
     log.write(a_record("3"))
     log.close()
     assert [row["decision_id"] for row in rows_in(tmp_path)] == ["0", "2", "3"]
@@ -121,8 +124,8 @@ def test_columns_make_the_same_rows_as_objects(tmp_path):
         for table in told:
             num = len(table)
             scores = None if num == 1 else np.arange(num) / 7.0
-            record = replace(a_record(str(num)), snapshots=make(table), index=num - 1)
-            log.write(replace(record, pools=("p",) * num, scores=scores))
+            record = a_record(str(num), snapshots=make(table), index=num - 1, scores=scores)
+            log.write(replace(record, pools=("p",) * num))
         log.close()
     rows = rows_in(tmp_path / "columns")
     assert rows == rows_in(tmp_path / "objects")

@@ -24,6 +24,7 @@ from unit.serve_builders import (
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.generation import ReplicaFailed
 from serve_app.gateway.order import bounded_key
+from serve_app.policy.experiment import Experiment
 from serve_app.policy.loading import resolve_policy
 from serve_app.policy.runner import warm_up
 from tokenyard.routing import sent_queues
@@ -127,7 +128,7 @@ def test_the_choice_is_that_of_the_simulators_class(context, output, knob, backl
     manager = a_manager(resolve_policy(name, "poisson_085"))
     context = PolicyContext("poisson_085", Slo(2.0), np.random.default_rng(0), 3)
     expected = make_policy(name, context).place(request, snapshots)
-    choice = manager.pick(request, snapshots)
+    choice = manager.picker.pick(request, snapshots)
     manager.stop()
     assert (choice.index, choice.order_key) == (expected.replica, expected.order_key)
 
@@ -135,9 +136,11 @@ def test_the_choice_is_that_of_the_simulators_class(context, output, knob, backl
 def test_the_order_is_asked_once_of_a_request_whatever_becomes_of_it():
     manager = a_manager(resolve_policy("sed+fair@1", "poisson_085"))
     snapshots = [ReplicaSnapshot("a", 1000.0, 1, 9, 0, 1, 10.0)]
-    first = manager.pick(Request(0.0, 1000, 2000.0), snapshots)
-    assert manager.pick(Request(0.0, 1000, 2000.0), snapshots, has_key=True).order_key is None
-    second = manager.pick(Request(0.0, 1000, 2000.0), snapshots)
+    first = manager.picker.pick(Request(0.0, 1000, 2000.0), snapshots)
+    assert (
+        manager.picker.pick(Request(0.0, 1000, 2000.0), snapshots, has_key=True).order_key is None
+    )
+    second = manager.picker.pick(Request(0.0, 1000, 2000.0), snapshots)
     manager.stop()
     num_servers = load_scenario("poisson_085").num_servers
     assert first.order_key == OrderKey(0.0)
@@ -225,8 +228,9 @@ def test_whoever_looks_at_queues_sees_what_others_have_sent():
     async def test(client, pools, gateway):
         manager = gateway.manager
         pools["a"].num_waiting = 1  # Of what was sent one waits, always.
-        manager.experiment = manager.make_experiment(
-            manager.policy, manager.runner("spy", spy), "canary", 0.5, 0.05, 0.0
+        picker = manager.picker
+        picker.experiment = Experiment(
+            picker.policy, picker.runner("spy", spy), "canary", 0.5, picker.settings, 0.0
         )
         for _ in range(40):
             assert (await client.post("/v1/completions", json=a_body())).status_code == 200
@@ -245,8 +249,9 @@ def test_no_more_is_kept_of_what_was_sent_than_waits_where_nobody_looks_at_it():
     async def test(client, pools, gateway):
         manager = gateway.manager
         pools["a"].num_waiting = 1
-        manager.experiment = manager.make_experiment(
-            manager.policy, manager.runner("spy", spy), "canary", 1e-9, 0.05, 0.0
+        picker = manager.picker
+        picker.experiment = Experiment(
+            picker.policy, picker.runner("spy", spy), "canary", 1e-9, picker.settings, 0.0
         )
         for _ in range(20):
             assert (await client.post("/v1/completions", json=a_body())).status_code == 200

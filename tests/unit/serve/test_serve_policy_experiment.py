@@ -20,7 +20,7 @@ from unit.serve_builders import (
 
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.generation import ReplicaFailed
-from serve_app.policy import lifecycle
+from serve_app.policy import champion_alias
 from serve_app.policy import manager as manager_module
 from serve_app.policy.experiment import Experiment, Verdict, Verdicts
 from serve_app.policy.loading import from_artifact
@@ -150,9 +150,9 @@ def test_a_shadow_is_handed_nothing_that_the_gateway_goes_on_writing(monkeypatch
     async def test(client, pools, gateway):
         await act(client, "shadow", policy="marginal_in_order+boost@4")
         shadow = gateway.manager.experiment.shadow
-        monkeypatch.setattr(shadow, "offer", lambda *asked: handed.append(asked[2].sent))
+        monkeypatch.setattr(shadow, "offer", lambda *asked: handed.append(asked[1].snapshots.sent))
         assert await ask(client, 5) == [200] * 5
-        assert gateway.manager.sees_queues
+        assert gateway.manager.picker.sees_queues
 
     check(test, policy="marginal_in_order+boost@4")
     assert handed == [None] * 5
@@ -281,7 +281,7 @@ def test_promotion_moves_the_alias_with_lineage_and_rollback_takes_no_time(monke
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.chdir(tmp_path)
     # A new store first makes its tables, which takes long where others compute too.
-    monkeypatch.setattr(lifecycle, "_REGISTRY_S", 300.0)
+    monkeypatch.setattr(champion_alias, "_REGISTRY_S", 300.0)
 
     async def test(client, pools, gateway):
         gateway.manager.registry = uri
@@ -337,7 +337,7 @@ class FakeRegistry:
         self.aliases = dict(aliases)
         self.begun, self.may_go_on = threading.Event(), threading.Event()
         for name in ("enter", "settle"):
-            monkeypatch.setattr(lifecycle.registry, name, getattr(self, name))
+            monkeypatch.setattr(champion_alias.registry, name, getattr(self, name))
 
     def enter(self, uri, model, artifact, tags):
         return "7", dict(self.aliases)
@@ -363,7 +363,7 @@ def test_a_promotion_that_does_not_come_about_leaves_the_registry_as_it_was(
         manager.registry, before = "a store", manager.policy
         await act(client, "canary", policy="x")
         if how == "late":
-            monkeypatch.setattr(lifecycle, "_REGISTRY_S", 0.05)
+            monkeypatch.setattr(champion_alias, "_REGISTRY_S", 0.05)
         promoting = asyncio.create_task(act(client, "promote"))
         await settled(store.begun.is_set)
         switching = None
@@ -446,7 +446,7 @@ def test_a_canary_in_the_champions_order_begins_and_ends_when_another_policy_dec
             else:
                 await client.post("/v1/policy", json={"policy": "sed+slack"})
             assert gateway.manager.experiment.why == "another policy decides"
-            assert gateway.manager.arm_of("any") == "champion"
+            assert gateway.manager.picker.arm_of("any") == "champion"
             await client.post("/v1/policy", json={"policy": champion})
 
     check(test, policy=champion)

@@ -58,7 +58,7 @@ def serve(manager, monkeypatch, act):
 
 
 def pick(manager, snapshots=SNAPSHOTS, stale=False):
-    return manager.pick(REQUEST, snapshots, stale)
+    return manager.picker.pick(REQUEST, snapshots, stale)
 
 
 def crash():
@@ -88,7 +88,7 @@ def test_a_policy_that_crashes_or_chooses_nothing_is_replaced_in_the_same_pick(
     serve(manager, monkeypatch, act)
     choice = pick(manager)
     assert (choice.index, choice.fallback_reason) == (IDLE_INDEX, "error")
-    assert manager.counts.fallbacks == {"error": 1}
+    assert manager.picker.counts.fallbacks == {"error": 1}
 
 
 def test_costs_that_are_not_finite_are_a_failure(manager, monkeypatch):
@@ -214,7 +214,7 @@ def test_exploration_keeps_to_replicas_within_the_slo_and_tells_its_propensity(m
     idle = [SNAPSHOTS[0], SNAPSHOTS[1], SNAPSHOTS[1]]
     found = [pick(manager, idle) for _ in range(400)]
     assert {one.index for one in found} == {1, 2}  # Never the one that is at capacity.
-    assert 2 <= manager.counts.num_explored <= 30
+    assert 2 <= manager.picker.counts.num_explored <= 30
     assert {round(one.propensity, 4) for one in found} == {0.975, 0.025}
 
 
