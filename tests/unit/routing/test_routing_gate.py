@@ -150,7 +150,9 @@ def test_the_placement_that_knows_the_order_is_a_rival_wherever_it_was_tuned():
 
 def test_rules_without_parameters_are_left_out():
     own = load_scenario(FLEET).model_copy(update={"name": "mine"})
-    assert "tuned_marginal_delay" not in gate.known(server_model(own).rules, StreamSource(own))
+    assert "tuned_marginal_delay" not in gate.known(
+        PROBLEM, server_model(own).rules, StreamSource(own)
+    )
     assert load_tuned(FLEET).fleet.marginal_weights
 
 
