@@ -92,7 +92,7 @@ class Cell:
         search = PolicySearch(self.scenario, self.start)
         search.step()
         self._generation_s, _ = _spent(search.step)
-        learner = self._ppo(seed=0, train_steps=10**6).make_training(self.scenario)
+        learner = self._ppo(seed=0, env_steps=10**6).make_training(self.scenario)
         learner.step()
         before = learner.env_steps
         step_s, _ = _spent(learner.step)
@@ -108,21 +108,22 @@ class Cell:
         share = WARM_START_SHARE if trainer == PPO_AFTER_SEARCH else 0.0
         trial = self._ppo(
             seed,
-            train_steps=max(1, round((1.0 - share) * budget_cpu_s * self._steps_per_cpu_s)),
+            env_steps=max(1, round((1.0 - share) * budget_cpu_s * self._steps_per_cpu_s)),
             warm_start_generations=round(share * budget_cpu_s / self._generation_s),
         )
         return lambda: trial.make_training(self.scenario)
 
-    def _ppo(self, seed: int, **more: Any) -> RoutingTrialConfig:
+    def _ppo(
+        self, seed: int, env_steps: int, warm_start_generations: int = 0
+    ) -> RoutingTrialConfig:
         return RoutingTrialConfig(
             algorithm="ppo",
             scenario=self.scenario.name,
-            register_env=envs.register,
             recipe="linear" if self.scenario.fleet is None else "linear_fleet",
-            num_env_runners=0,
             seed=seed,
-            steps_per_iteration=1,
-            **more,
+            env_steps=env_steps,
+            iterations=env_steps,
+            warm_start_generations=warm_start_generations,
         )
 
 
@@ -261,6 +262,7 @@ def table_of(summary: Sequence[Mapping[str, Any]]) -> Table:
 def main(args: Args) -> None:
     """Train what is missing, write after every run, and print the table."""
     torch.set_num_threads(1)
+    envs.register()
     # RLlib wants a Ray; nothing runs in it.
     ray.init(
         address="local", num_cpus=1, include_dashboard=False, log_to_driver=False,

@@ -54,7 +54,7 @@ from tokenyard.allocation.policies.rules import load_tuned_allocation
 from tokenyard.allocation.problem import PROBLEM as ALLOCATION
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.provenance import ResultFile, command_line, write_result
-from tokenyard.rl.allocation.training import AllocationRllib, RllibAlgorithm, allocation_config
+from tokenyard.rl.allocation.training import AllocationRllib, AllocationTrialConfig, RllibAlgorithm
 from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.routing.export import export_policy
 from tokenyard.rl.routing.training import (
@@ -66,7 +66,7 @@ from tokenyard.rl.routing.training import (
     equivariant,
     scaled,
 )
-from tokenyard.rl.training import RllibTraining
+from tokenyard.rl.routing.trial import RllibTraining
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.policies.rule_name import Term
 from tokenyard.routing.scenario import load_scenario
@@ -233,11 +233,12 @@ def _router(
 def _settings(
     args: Args, algorithm: str, implementation: Any, train_steps: int
 ) -> TrainingSettings:
+    steps = 4_096 if algorithm != "dqn" else 1_024
+    iterations = train_steps // steps
     return TrainingSettings(
         seed=args.seed,
-        num_env_runners=0,
-        train_steps=train_steps,
-        steps_per_iteration=4_096 if algorithm != "dqn" else 1_024,
+        env_steps=iterations * steps,
+        iterations=iterations,
         implementation=implementation,
     )
 
@@ -246,13 +247,9 @@ def allocator(
     args: Args, scenario: AllocationScenario, algorithm: RllibAlgorithm, implementation: Any
 ) -> Contestant:
     """Ours, or RLlib as shipped, over the allocation environment."""
-    config = allocation_config(
-        algorithm,
-        envs.PARALLELISM_ENV,
-        scenario,
-        _settings(args, algorithm, implementation, train_steps=200_000),
-    )
-    training = AllocationRllib(config, scenario, algorithm)
+    settings = _settings(args, algorithm, implementation, train_steps=200_000).model_dump()
+    trial = AllocationTrialConfig(algorithm=algorithm, scenario=scenario.name, **settings)
+    training = AllocationRllib(trial.algorithm_config(scenario), scenario, algorithm)
     cloned = args.cloned and algorithm != "dqn"
     if cloned:
         training.clone(load_tuned_allocation(scenario.name).autoscaler, args.seed)

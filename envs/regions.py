@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from envs.copies import IndependentCopies, Observations, Stepped
 from tokenyard.config import FrozenModel
@@ -25,7 +25,7 @@ from tokenyard.regions.observation import (
     wanted_shares,
 )
 from tokenyard.regions.policies.rules import COST_KNOBS
-from tokenyard.regions.scenario import RegionScenario, load_regions
+from tokenyard.regions.scenario import RegionReward, RegionScenario, load_regions
 from tokenyard.regions.servers import make_cluster
 from tokenyard.regions.simulator import RegionSim, world
 from tokenyard.regions.types import Dispatch, RegionDecision, RegionState
@@ -43,27 +43,6 @@ _MEASURED = {
     "waiting_tasks": world.OUT_WAITING,
 }
 """Numbers of a step's `info` by column of what a slot measures."""
-
-
-class RegionReward(FrozenModel):
-    """Weights of one slot's reward: a sum of weight x term, higher is better."""
-
-    usd: Annotated[float, Field(ge=0)] = 1.0
-    """Per dollar of energy, switching and lateness, over the energy bill of a slot with all servers
-    at work at the mean price; negative in the reward."""
-    response: Annotated[float, Field(ge=0)] = 0.0
-    """Per mean response time over 20 s, negative in the reward."""
-    transport: Annotated[float, Field(ge=0)] = 0.0
-    """Per squared distance to the transport of the forecast, over 2 R; the paper's first term."""
-    smoothness: Annotated[float, Field(ge=0)] = 0.0
-    """Per squared step of the shares, over 2 R; lambda1 of the paper."""
-    waiting: Annotated[float, Field(ge=0)] = 0.0
-    """Per task that waits, over what all servers serve in a slot; lambda2 of the paper."""
-
-
-PAPER_REWARD = RegionReward(usd=0.0, transport=1.0, smoothness=0.4, waiting=1.0)
-"""Eq 3 of Du et al. 2025, arXiv 2507.10259v2. Distances are of row-normalised plans, over 2 R, so
-that they mean the same for any R; the weights are picks."""
 
 
 class RegionEnvConfig(FrozenModel):

@@ -128,15 +128,13 @@ class ToyTrialConfig(TrialConfig):
 class ToyTrial(PolicyTrainable):
     problem, trial_type = TOY, ToyTrialConfig
 
-    @classmethod
-    def spelled_out(cls, config):
-        return {key: config[key] for key in ("algorithm", "scenario", "seed")}
-
 
 def sweep(env_steps):
     """Two seeds of the search."""
-    fields = {"algorithm": "search", "reward_weights": "none", "scenario": "toy_low"}
-    trials = tuple({**fields, "env_steps": env_steps, "seed": seed} for seed in range(2))
+    trials = tuple(
+        ToyTrialConfig(algorithm="search", scenario="toy_low", env_steps=env_steps, seed=seed)
+        for seed in range(2)
+    )
     return Experiment(
         TOY, "toy_low", ToyTrial, trials, baselines=("one",), baseline="one", promotion_streams=5
     )

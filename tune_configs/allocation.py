@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 from ray import tune
@@ -13,10 +11,10 @@ from ray import tune
 import envs
 from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.problem import PROBLEM
-from tokenyard.allocation.scenario import PAPER_WEIGHTS, Objective
 from tokenyard.allocation.tabular import TabularLearner
-from tokenyard.rl.allocation.trial import AllocationTrainable
-from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, trial_of
+from tokenyard.rl.allocation.training import Algorithm, AllocationTrialConfig
+from tokenyard.rl.trainable import PolicyTrainable
+from tune_configs.experiment import Experiment, trained_on
 from tune_configs.schedulers import drawn_weights
 
 SCENARIO = "local_cpu_ranks"
@@ -24,51 +22,26 @@ SCENARIO = "local_cpu_ranks"
 STUDIED = "a100x8_13b"
 """The pool that docs/results/allocation.md studies."""
 RULES = ("best_static", "autoscaler_70", "autoscaler_tuned", "planner")
-CLONED = "cloned_"
-"""Before an algorithm's name: it first learns what the tuned autoscaler does."""
-COST, PAPER = "cost", "paper"
-"""Reward weightings: dollars and SLO violations, and the paper's sum."""
 
 
-def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
-    """Spell a trial out for `AllocationTrainable`."""
-    algorithm = str(trial["algorithm"])
-    return {
-        "algorithm": algorithm.removeprefix(CLONED),
-        "cloned": algorithm.startswith(CLONED),
-        "scenario": trial["scenario"],
-        "register_env": envs.register,
-        "objective": _objective(trial),
-        "seed": trial["seed"],
-        "train_steps": trial["env_steps"],
-        "iterations": trial["iterations"],
-        **{key: trial[key] for key in RESOURCES if key in trial},
-    }
+class AllocationTrial(PolicyTrainable):
+    """Trains one allocator from the fields of `AllocationTrialConfig`.
 
-
-class AllocationTrial(AllocationTrainable):
-    """`AllocationTrainable` from the few values by which trials are told apart."""
-
-    spelled_out = staticmethod(trainer_config)
-
-
-def _objective(trial: Mapping[str, Any]) -> Objective:
-    """What a trial is rewarded for: weights by name, with those in their place that it draws.
-
-    Raises:
-        ValueError: Unknown reward weights.
+    It is scored on the training part under noise of its own: by minus dollars per hour, SLO
+    violations included, whatever the reward.
     """
-    violation_usd = load_allocation(trial["scenario"]).violation_usd
-    known = {COST: Objective(usd=1.0, violations=violation_usd), PAPER: PAPER_WEIGHTS}
-    if trial["reward_weights"] not in known:
-        raise ValueError(
-            f"unknown reward weights {trial['reward_weights']!r}; choose {COST!r} or {PAPER!r}"
-        )
-    named = known[trial["reward_weights"]].model_dump()
-    return Objective.model_validate(named | dict(trial.get(WEIGHTS, {})))
+
+    problem = PROBLEM
+    trial_type = AllocationTrialConfig
+    register_env = staticmethod(envs.register)
 
 
-_trial = partial(trial_of, weights=COST, scenario=SCENARIO)
+def _trial(
+    algorithm: Algorithm, env_steps: int, iterations: int, scenario: str = SCENARIO
+) -> AllocationTrialConfig:
+    return AllocationTrialConfig(
+        algorithm=algorithm, scenario=scenario, env_steps=env_steps, iterations=iterations
+    )
 
 
 def _compile_kernels(scenario: str = SCENARIO) -> None:
@@ -113,12 +86,8 @@ def learners() -> Experiment:
         _trial("q_learning", 20_000_000, iterations=2),
         _trial("sarsa", 20_000_000, iterations=2),
     )
-    return replace(
-        default(),
-        scenario=STUDIED,
-        trials=tuple({**trial, "scenario": STUDIED} for trial in trials),
-        warm_up=partial(_compile_kernels, STUDIED),
-    )
+    longer = replace(default(), trials=trials, warm_up=partial(_compile_kernels, STUDIED))
+    return trained_on(longer, STUDIED)
 
 
 def smoke() -> Experiment:
@@ -143,12 +112,12 @@ def weights() -> Experiment:
     in the time in which it takes one.
     """
     violation_usd = load_allocation(STUDIED).violation_usd
-    space = {
-        **_trial("cloned_ppo", 100_000, iterations=5, scenario=STUDIED),
-        WEIGHTS: {
+    return drawn_weights(
+        learners(),
+        _trial("cloned_ppo", 100_000, iterations=5, scenario=STUDIED),
+        num_samples=12,
+        weights={
             "violations": tune.loguniform(violation_usd / 4, violation_usd * 4),
             "energy": tune.uniform(0.0, 3.0),
         },
-        "seed": tune.randint(0, 1_000),
-    }
-    return drawn_weights(learners(), space, num_samples=12)
+    )

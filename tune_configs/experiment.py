@@ -21,43 +21,18 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from tokenyard.config import at_least_one
 from tokenyard.problem import AnyProblem
-from tokenyard.rl.trainable import PolicyTrainable
+from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
 
 ENV_STEPS = "timesteps_total"
 """Result key of the environment steps a trial has taken."""
 SCORE = "score"
 """Result key that trials are ranked on, higher is better, whatever rewards they train on."""
 
-WEIGHTS = "weights"
-"""Key of a trial: weights of its reward in place of some of those that `reward_weights` names."""
-
 RESOURCES = ("num_env_runners", "cpus_per_actor", "placement")
-"""Keys of a trial that say what it reserves, and where; absent ones are the trainable's."""
+"""Fields of a trial that say what it reserves, and where."""
 
-TrialConfig = Mapping[str, Any]
-"""What tells one trial from another, in plain JSON values; `env_steps` is its budget."""
-
-
-def trial_of(
-    algorithm: str,
-    env_steps: int,
-    seed: int = 0,
-    iterations: int = 10,
-    *,
-    weights: str,
-    scenario: str,
-    **more: str,
-) -> TrialConfig:
-    """What every problem's trials have, and what else some of them are told apart by."""
-    return {
-        "algorithm": algorithm,
-        "reward_weights": weights,
-        "scenario": scenario,
-        "env_steps": env_steps,
-        "iterations": iterations,
-        "seed": seed,
-        **more,
-    }
+_ALWAYS_TOLD = {"algorithm", "reward_weights", "scenario", "env_steps", "iterations", "seed"}
+"""Fields that are reported of every trial, be they set or not."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +46,10 @@ class Experiment:
     trainable: type[PolicyTrainable]
     """Trains one trial; reports `score` and `timesteps_total`, and saves `artifact.npz`."""
     trials: tuple[TrialConfig, ...]
-    """The trials that are run for certain, in this order; all have the same keys."""
+    """The trials that are run for certain, in this order."""
     space: Mapping[str, Any] = field(default_factory=dict)
-    """Domains that more trials are drawn from; empty: only `trials` are run."""
+    """Fields of a trial, with domains among their values, that more trials are drawn from; empty:
+    only `trials` are run."""
     num_samples: int = 1
     """With a space: how many trials in all. Without: how often `trials` are repeated, each time
     with the next seed."""
@@ -102,7 +78,7 @@ class Experiment:
         """Refuse designs that Tune would accept and then run differently.
 
         Raises:
-            ValueError: No trials at all, trials whose keys differ, or trials and a searcher.
+            ValueError: No trials at all, or trials and a searcher.
         """
         for name in ("num_samples", "max_concurrent_trials"):
             at_least_one(name, getattr(self, name))
@@ -110,9 +86,6 @@ class Experiment:
             raise ValueError("an experiment needs trials, a space to draw them from, or both")
         if self.trials and self.searcher is not None:
             raise ValueError("a searcher draws all trials: give a space and no trials")
-        keys = {frozenset(trial) for trial in self.trials}
-        if len(keys) > 1:
-            raise ValueError(f"all trials need the same keys; got {sorted(map(sorted, keys))}")
 
     def fitted(
         self,
@@ -135,19 +108,19 @@ class Experiment:
         """
         if not 0.0 < budget <= 1.0:
             raise ValueError(f"budget {budget} must be above 0 and at most 1")
-        unknown = set(reserved) - set(RESOURCES)
-        assert not unknown, f"not resources: {sorted(unknown)}"
 
-        def changed(trial: Mapping[str, Any]) -> TrialConfig:
-            steps = trial.get("env_steps")
-            fewer = {"env_steps": max(1, round(steps * budget))} if isinstance(steps, int) else {}
-            return {**trial, **reserved, **fewer}
+        def changed(env_steps: object) -> dict[str, Any]:
+            if not isinstance(env_steps, int):
+                return dict(reserved)
+            return {**reserved, "env_steps": max(1, round(env_steps * budget))}
 
         return replace(
             self,
-            trials=tuple(map(changed, self.trials)),
+            trials=tuple(
+                trial.model_copy(update=changed(trial.env_steps)) for trial in self.trials
+            ),
             # A designed trial overwrites all of the space, so both need every key.
-            space=changed(self.space) if self.space else self.space,
+            space={**self.space, **changed(self.space.get("env_steps"))} if self.space else {},
             max_concurrent_trials=(
                 self.max_concurrent_trials
                 if max_concurrent_trials is None
@@ -161,13 +134,13 @@ class Experiment:
 
         A trial's own `seed` is its offset, so that five seeds of one setting stay five seeds.
         """
-        offsets = [int(trial.get("seed", 0)) for trial in self.trials]
-        stride = max(offsets, default=0) + 1
+        told = _ALWAYS_TOLD.union(*(trial.model_fields_set for trial in self.trials))
+        stride = max((trial.seed for trial in self.trials), default=0) + 1
         repeats = 1 if self.space else self.num_samples
         return [
-            {**trial, "seed": seed + offset + repeat * stride}
+            {**trial.model_dump(include=told), "seed": seed + trial.seed + repeat * stride}
             for repeat in range(repeats)
-            for trial, offset in zip(self.trials, offsets, strict=True)
+            for trial in self.trials
         ]
 
     def num_trials(self, seed: int = 0) -> int:
@@ -195,6 +168,13 @@ class Experiment:
             max_concurrent=self.max_concurrent_trials,
             random_state=seed,
         )
+
+
+def trained_on(experiment: Experiment, scenario: str, **fields: Any) -> Experiment:
+    """The same experiment on another scenario, with other values of further fields of trials."""
+    changed = {"scenario": scenario, **fields}
+    trials = tuple(trial.model_copy(update=changed) for trial in experiment.trials)
+    return replace(experiment, scenario=scenario, trials=trials)
 
 
 def _distinct(values: list[Any]) -> list[Any]:

@@ -27,7 +27,7 @@ from ray.tune.result import AUTO_RESULT_KEYS, DONE, EXPERIMENT_TAG, TRIAL_ID
 from ray.tune.utils import flatten_dict
 
 from tokenyard.problem import Row
-from tune_configs.experiment import ENV_STEPS, WEIGHTS, TrialConfig
+from tune_configs.experiment import ENV_STEPS
 
 SWEEP_TAG = "tokenyard.sweep"
 TRIAL_TAG = "tokenyard.trial_id"
@@ -147,7 +147,7 @@ class TrialLog(Callback):
         uri: str,
         parent_run_id: str,
         tags: Mapping[str, str],
-        hyperparameters: Callable[[TrialConfig], Mapping[str, object]],
+        hyperparameters: Callable[[Mapping[str, Any]], Mapping[str, object]],
     ) -> None:
         """Log into a store.
 
@@ -221,7 +221,7 @@ class TrialLog(Callback):
 
     def _create_run(self, trial: Trial) -> Run:
         # Drawn weights come back among those that the trial is rewarded by.
-        params = {key: value for key, value in trial.config.items() if key != WEIGHTS}
+        params = {key: value for key, value in trial.config.items() if key != "weights"}
         tags = {key: str(params[key]) for key in _TAGGED_PARAMS if key in params}
         run = self._client.create_run(
             self._experiment_id(),

@@ -7,17 +7,18 @@ for being what it is. One bracket per algorithm compares like with like.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ray import tune
 from ray.tune.execution.tune_controller import TuneController
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 from ray.tune.search import Searcher
 
+from tokenyard.rl.trainable import TrialConfig
 from tune_configs.experiment import ENV_STEPS, SCORE, Experiment
 
 
@@ -88,21 +89,27 @@ class AshaPerAlgorithm(FIFOScheduler):
         self.__dict__.update(pickle.loads(Path(checkpoint_path).read_bytes()))
 
 
-def drawn_weights(experiment: Experiment, space: Mapping[str, Any], num_samples: int) -> Experiment:
-    """Draw trials from a space by a tree-structured Parzen estimator; halving stops the poor ones.
+def drawn_weights(
+    experiment: Experiment, trial: TrialConfig, num_samples: int, **domains: object
+) -> Experiment:
+    """Draw fields of a trial by a tree-structured Parzen estimator; halving stops the poor ones.
 
     What is drawn are weights as numbers, and maybe the algorithm; the estimator looks at the score,
     which is the same for all. It needs the extra `optuna`.
 
     Args:
         experiment: Whose scenario, rules and streams hold.
-        space: A trial with domains among its values.
+        trial: Its fields are those of all trials, but for the seed and what is drawn.
         num_samples: How many trials.
+        domains: Of the fields that are drawn.
     """
+    (fields,) = replace(experiment, trials=(trial,), num_samples=1).designed_trials(0)
+    # The estimator draws in the order of the space.
+    first = {"algorithm": fields["algorithm"], "seed": 0}
     return replace(
         experiment,
         trials=(),
-        space=space,
+        space={**first, **fields, "seed": tune.randint(0, 1_000), **domains},
         num_samples=num_samples,
         searcher=parzen_estimator,
         scheduler=partial(AshaPerAlgorithm, grace_share=0.2),

@@ -34,12 +34,11 @@ def chain() -> tuple[Experiment, ...]:
     table that has hardly learned is not."""
     paths = {key: str(path) for key, path in write_scenarios(Path(os.environ[FOLDER])).items()}
     learner = routing.smoke().trials[-1]
-    table = allocation._trial("sarsa", 20_000, iterations=1)
     return (
         replace(
             routing.smoke(),
             scenario=paths["routing"],
-            trials=({**learner, "scenario": paths["routing"]},),
+            trials=(learner.model_copy(update={"scenario": paths["routing"]}),),
             baselines=("sed",),
             baseline="sed",
             promotion_streams=24,
@@ -48,7 +47,7 @@ def chain() -> tuple[Experiment, ...]:
         replace(
             allocation.smoke(),
             scenario=paths["allocation"],
-            trials=({**table, "scenario": paths["allocation"]},),
+            trials=(allocation._trial("sarsa", 20_000, 1, paths["allocation"]),),
             baselines=("planner",),
             baseline="planner",
             warm_up=None,

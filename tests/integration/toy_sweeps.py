@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from ray import tune
 
+from tokenyard.rl.trainable import TrialConfig
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.problem import PROBLEM
-from tune_configs.experiment import Experiment
+from tune_configs.experiment import Experiment, trained_on
 from tune_configs.schedulers import AshaPerAlgorithm
 
 STEPS_PER_ITERATION = 1_000
@@ -67,14 +68,11 @@ class ToyRouter(tune.Trainable):
         self.env_steps = int(Path(checkpoint_dir, "env_steps.txt").read_text())
 
 
-def toy_trial(algorithm: str, seed: int = 0, env_steps: int = 5_000) -> dict[str, Any]:
-    return {
-        "algorithm": algorithm,
-        "reward_weights": "none",
-        "scenario": "poisson_085",
-        "env_steps": env_steps,
-        "seed": seed,
-    }
+class ToyTrialConfig(TrialConfig):
+    scenario: str = "poisson_085"
+    reward_weights: str = "none"
+    env_steps: int = 5_000
+    num_cpus: int = 1
 
 
 def tiny() -> Experiment:
@@ -83,7 +81,9 @@ def tiny() -> Experiment:
         problem=PROBLEM,
         scenario="poisson_085",
         trainable=ToyRouter,
-        trials=tuple(toy_trial(a, seed) for a in ("fast", "slow") for seed in range(2)),
+        trials=tuple(
+            ToyTrialConfig(algorithm=a, seed=seed) for a in ("fast", "slow") for seed in range(2)
+        ),
         baselines=("round_robin", "sed"),
         promotion_streams=2,
         evaluation_streams=2,
@@ -92,16 +92,19 @@ def tiny() -> Experiment:
 
 def long() -> Experiment:
     """`tiny` with enough iterations to be killed in the middle."""
-    trials = [{**trial, "env_steps": 30_000} for trial in tiny().trials]
-    return replace(tiny(), trials=tuple(trials))
+    return trained_on(tiny(), "poisson_085", env_steps=30_000)
 
 
 def halving() -> Experiment:
     """Both algorithms under successive halving."""
-    trials = tuple(toy_trial(a, s, 9_000) for s in range(4) for a in ("fast", "slow"))
+    trials = tuple(
+        ToyTrialConfig(algorithm=a, seed=s, env_steps=9_000)
+        for s in range(4)
+        for a in ("fast", "slow")
+    )
     return replace(tiny(), trials=trials, scheduler=partial(AshaPerAlgorithm, grace_share=1 / 9))
 
 
 def too_big() -> Experiment:
     """Asks for more CPUs than any machine here has."""
-    return replace(tiny(), trials=({**toy_trial("fast"), "num_cpus": 10_000},))
+    return replace(tiny(), trials=(ToyTrialConfig(algorithm="fast", num_cpus=10_000),))

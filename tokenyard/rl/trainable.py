@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from ray import tune
 
 from tokenyard.problem import AnyProblem, TrainedPolicy
@@ -23,40 +23,30 @@ Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 _SPENT_FILE = "spent.json"
 """In a checkpoint: CPU time up to it."""
-_NOT_LEARNING = {"register_env", "cpus_per_actor", "placement"}
+_NOT_LEARNING = {"cpus_per_actor", "placement"}
 """Fields that say where a trial runs, not what it learns."""
 
 
-class TrialConfig(BaseModel):
-    """What a trial is made from; every problem adds its own fields and learners."""
+class TrialConfig(TrainingSettings):
+    """What a trial is made from; every problem adds its own fields and learners.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    A sweep tells trials apart by the fields that are set. They are what Ray Tune draws, and
+    parameters of the trial's run in MLflow.
+    """
 
     algorithm: str
     scenario: str
     """Name or YAML path."""
-    register_env: Callable[[], None] | None = None
-    """Makes the environment known to RLlib, called in the trial's process; RLlib trials need it
-    (`envs.register`)."""
-    env: str = ""
-    """Name that `register_env` registers."""
+    reward_weights: str = ""
+    """Name of the weights that training rewards with, of those that the problem knows."""
+    weights: Mapping[str, float] = {}
+    """Weights by term, in place of some of those that `reward_weights` names."""
     training: Mapping[str, Any] = {}
     """Settings for `AlgorithmConfig.training` in place of the recipe's."""
-    seed: Annotated[int, Field(ge=0)] = 0
-    train_steps: Annotated[int, Field(ge=1)] = 100_000
-    """Environment steps the trial is planned for; schedules end with it."""
-    num_env_runners: Annotated[int, Field(ge=0)] = 0
-    """Env-runner actors; 0: the trial samples in its own process (decision 0010)."""
-    cpus_per_actor: Annotated[float, Field(gt=0)] = 0.5
-    """CPUs that the trial's own process and each env runner reserve."""
     placement: Placement = "PACK"
     """Where a trial's actors go: on as few nodes as possible, or on as many."""
-    validate_every: Annotated[int, Field(ge=1)] = 1
-    """Iterations between validations; results in between repeat the last one."""
     validation_streams: Annotated[int, Field(ge=1)] | None = None
     """None: as many as the problem ranks trials on."""
-    validation_seed: Annotated[int, Field(ge=0)] = 0
-    """Equal for all trials that are compared."""
 
     @property
     def sha256(self) -> str:
@@ -80,47 +70,9 @@ class TrialConfig(BaseModel):
         """
         return {}
 
-    def settings(self, steps_per_iteration: int, **more: Any) -> TrainingSettings:
-        """What an RLlib training is given.
-
-        Args:
-            steps_per_iteration: Fewest environment steps between two results.
-            more: Further fields of `TrainingSettings`.
-        """
-        return TrainingSettings(
-            seed=self.seed,
-            num_env_runners=self.num_env_runners,
-            cpus_per_env_runner=self.cpus_per_actor,
-            train_steps=self.train_steps,
-            steps_per_iteration=steps_per_iteration,
-            **more,
-        )
-
     def lineage(self, scenario: Any) -> dict[str, str]:
         """What a policy is made from, but for its seed and its number of steps."""
         return {"trial_sha256": self.sha256}
-
-    def make_env_known(self) -> None:
-        """Register the environment in this process.
-
-        Raises:
-            ValueError: The trial does not say how.
-        """
-        if self.register_env is None:
-            raise ValueError(f"a {self.algorithm} trial needs register_env, such as envs.register")
-        self.register_env()
-
-
-class IteratedConfig(TrialConfig):
-    """A trial that is cut into a number of iterations, whatever its learner."""
-
-    iterations: Annotated[int, Field(ge=1)] = 10
-    """Results until `train_steps`."""
-
-    @property
-    def steps_per_iteration(self) -> int:
-        """Environment steps between two results."""
-        return max(1, self.train_steps // self.iterations)
 
 
 class PolicyTrainable(tune.Trainable):
@@ -138,14 +90,13 @@ class PolicyTrainable(tune.Trainable):
     """What a trial's configuration is read into."""
 
     @staticmethod
-    def spelled_out(config: Mapping[str, Any], /) -> Mapping[str, Any]:
-        """Fields of `trial_type`, from what tells one trial of a sweep from another."""
-        return config
+    def register_env() -> None:
+        """Make the environment known to RLlib, in the trial's process; nothing by default."""
 
     @classmethod
     def hyperparameters(cls, config: Mapping[str, Any]) -> Mapping[str, float | str]:
         """`TrialConfig.hyperparameters` of a trial that has not been started."""
-        trial = cls.trial_type.model_validate(cls.spelled_out(config))
+        trial = cls.trial_type.model_validate(config)
         return trial.hyperparameters(cls.problem.load_scenario(trial.scenario))
 
     @classmethod
@@ -155,29 +106,28 @@ class PolicyTrainable(tune.Trainable):
         A trial without env runners is counted as if it had one: it keeps a core busy, and only
         between equal requests does Tune turn an actor to the next trial.
         """
-        default = {name: field.default for name, field in TrialConfig.model_fields.items()}
-        given = {**default, **config}
-        bundles = [{"CPU": given["cpus_per_actor"]}] * (1 + max(given["num_env_runners"], 1))
-        return tune.PlacementGroupFactory(bundles, strategy=given["placement"])
+        trial = cls.trial_type.model_construct(**config)
+        bundles = [{"CPU": trial.cpus_per_actor}] * (1 + max(trial.num_env_runners, 1))
+        return tune.PlacementGroupFactory(bundles, strategy=trial.placement)
 
     def setup(self, config: dict[str, Any]) -> None:
         """Build the learner."""
         # More threads than cores make small networks many times slower.
         torch.set_num_threads(1)
         self._validated: dict[str, float] = {}
-        self._until_validation = 0
-        trial = self.trial_type.model_validate(self.spelled_out(config))
+        trial = self.trial_type.model_validate(config)
         scenario = self.problem.load_scenario(trial.scenario)
         num_streams = trial.validation_streams or self.problem.num_validation_streams
         self._trial = trial
         self._made_from = trial.lineage(scenario)
-        self._validate = self.problem.validation(scenario, num_streams, trial.validation_seed)
+        self._validate = self.problem.validation(scenario, num_streams)
+        self.register_env()
         started_cpu_s = time.process_time()
         self._training = trial.make_training(scenario)
         self._cpu_s = time.process_time() - started_cpu_s
 
     def step(self) -> dict[str, float]:
-        """Train one iteration; score the policy when it is due."""
+        """Train one iteration; score the policy."""
         steps_before, started = self._training.env_steps, time.perf_counter()
         own_before_s, actors_before_s = time.process_time(), self._training.actors_cpu_s
         learned = self._training.step()
@@ -185,10 +135,7 @@ class PolicyTrainable(tune.Trainable):
         # An actor that was replaced meanwhile has begun anew.
         actors_s = max(self._training.actors_cpu_s - actors_before_s, 0.0)
         self._cpu_s += time.process_time() - own_before_s + actors_s
-        if self._until_validation == 0:
-            self._validated = self._validate(self._training.artifact({}, {}))
-            self._until_validation = self._trial.validate_every
-        self._until_validation -= 1
+        self._validated = self._validate(self._training.artifact({}, {}))
         env_steps = self._training.env_steps
         return {
             **learned,

@@ -19,9 +19,6 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from tokenyard.rl.columnar.env_runner import CLIPPED_FRACTION, REWARD_PER_REQUEST
-from tokenyard.rl.routing.export import export_policy
-from tokenyard.routing.artifact import PolicyArtifact
-from tokenyard.routing.simulator.streams import StreamSource
 
 ArtifactT = TypeVar("ArtifactT", covariant=True)
 """Of routing, allocation or regions."""
@@ -233,14 +230,3 @@ class RllibLearner(Generic[TrainedForT]):
     def stop(self) -> None:
         """Stop the env-runner actors."""
         self._algorithm.stop()
-
-
-class RllibTraining(RllibLearner[StreamSource]):
-    """An RLlib algorithm over the routing environment."""
-
-    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> PolicyArtifact:
-        """The greedy policy of the present weights."""
-        return export_policy(
-            self.module, self._trained_for, self._trainer, metrics, lineage,
-            order=self._config.env_config["order"],
-        )  # fmt: skip

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenyard.compiled import compiled_with_arrays
-from tokenyard.routing.types import Request
 from tokenyard.types import FloatArray, IntArray
 
 FEATURE_NAMES = (
@@ -82,13 +81,15 @@ class FeatureTracker:
         self._contexts = np.zeros(0)
         self._totals = np.zeros(0)
 
-    def push(self, request: Request) -> FloatArray:
-        """Return the features of `request`, shape (16,), and remember its size."""
+    def push(
+        self, arrival_s: float, context_tokens: int, predicted_total_tokens: float
+    ) -> FloatArray:
+        """Return the features of one request, shape (16,), and remember its size."""
         latest = slice(-_LONGEST_WINDOW - 1, None)
-        self._contexts = np.append(self._contexts, float(request.context_tokens))[latest]
-        self._totals = np.append(self._totals, float(request.predicted_total_tokens))[latest]
+        self._contexts = np.append(self._contexts, float(context_tokens))[latest]
+        self._totals = np.append(self._totals, float(predicted_total_tokens))[latest]
         row = np.zeros(NUM_REQUEST_FEATURES)
-        calendar = _calendar(self._epoch_s + request.arrival_s)
+        calendar = _calendar(self._epoch_s + arrival_s)
         _fill_row(row, calendar, self._contexts, self._totals, len(self._totals) - 1)
         return row
 

@@ -1,14 +1,13 @@
-"""AllocationTrainable with real Ray actors, hybrid actions as columns all the way."""
+"""AllocationTrial with real Ray actors, hybrid actions as columns all the way."""
 
 import numpy as np
 import pytest
 import yaml
 
-import envs
 from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.plans import load_allocation
 from tokenyard.registry import ARTIFACT_FILE
-from tokenyard.rl.allocation.trial import AllocationTrainable
+from tune_configs.allocation import AllocationTrial
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -29,13 +28,11 @@ def a_trial(algorithm, scenario, **changes):
     config = {
         "algorithm": algorithm,
         "scenario": scenario,
-        "register_env": envs.register,
-        "num_env_runners": 0,
-        "train_steps": 4096,
+        "env_steps": 4096,
         "iterations": 2,
         "seed": 3,
     }
-    return AllocationTrainable({**config, **changes})
+    return AllocationTrial({**config, **changes})
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "a2c", "dqn"])
@@ -57,7 +54,8 @@ def test_equal_seeds_give_equal_policies(algorithm, scenario):
 def test_a_restored_trial_has_the_policy_and_the_step_count_of_the_saved_one(
     algorithm, num_env_runners, scenario, tmp_path
 ):
-    settings = {"num_env_runners": num_env_runners, "cloned": algorithm == "ppo"}
+    algorithm = "cloned_ppo" if algorithm == "ppo" else algorithm
+    settings = {"num_env_runners": num_env_runners}
     trial = a_trial(algorithm, scenario, **settings)
     steps = trial.step()["timesteps_total"]
     trial.save_checkpoint(str(tmp_path))

@@ -1,4 +1,4 @@
-"""RouterTrainable with real Ray actors: reproducible, resumable, hard to kill."""
+"""RoutingTrial with real Ray actors: reproducible, resumable, hard to kill."""
 
 import os
 import signal
@@ -10,9 +10,9 @@ import pytest
 import envs
 from tokenyard.registry import ARTIFACT_FILE
 from tokenyard.rl.columnar.sampling import TrainingSettings
-from tokenyard.rl.routing.training import RESPONSE_REWARD, build_config, equivariant
-from tokenyard.rl.routing.trial import RouterTrainable
+from tokenyard.rl.routing.training import build_config, equivariant
 from tokenyard.routing.artifact import PolicyArtifact
+from tune_configs.routing import RoutingTrial
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -21,14 +21,12 @@ def a_trial(algorithm, **changes):
     config = {
         "algorithm": algorithm,
         "scenario": "poisson_085",
-        "register_env": envs.register,
-        "num_env_runners": 0,
         "num_envs": 32,
-        "steps_per_iteration": 600,
+        "env_steps": 6000,
         "validation_streams": 1,
         "seed": 3,
     }
-    return RouterTrainable({**config, **changes})
+    return RoutingTrial({**config, **changes})
 
 
 @pytest.mark.smoke
@@ -46,7 +44,7 @@ def test_every_result_has_a_score_and_only_finite_numbers():
 def test_equal_seeds_give_equal_policies(algorithm):
     hashes = []
     for _ in range(2):
-        trial = a_trial(algorithm, steps_per_iteration=2000)
+        trial = a_trial(algorithm, env_steps=8000, iterations=4)
         trial.step()
         hashes.append(trial.artifact().sha256)
         trial.stop()
@@ -55,14 +53,14 @@ def test_equal_seeds_give_equal_policies(algorithm):
 
 @pytest.mark.parametrize("algorithm", ["ppo", "dqn", "policy_search"])
 def test_a_restored_trial_has_the_policy_and_the_step_count_of_the_saved_one(algorithm, tmp_path):
-    trial = a_trial(algorithm, generations_per_iteration=1)
+    trial = a_trial(algorithm)
     before = trial.step()
     trial.save_checkpoint(str(tmp_path))
     saved = trial.artifact()
     trial.stop()
     assert PolicyArtifact.load(tmp_path / ARTIFACT_FILE).sha256 == saved.sha256
 
-    restored = a_trial(algorithm, generations_per_iteration=1, seed=4)
+    restored = a_trial(algorithm, seed=4)
     restored.load_checkpoint(str(tmp_path))
     for name, array in restored.artifact().arrays.items():
         np.testing.assert_array_equal(array, saved.arrays[name])
@@ -126,7 +124,7 @@ def test_remote_runners_and_evaluation_work_as_in_any_rllib_algorithm():
     short = replace(equivariant(), num_envs=16, episode_requests=30)
     config = build_config(
         "ppo", short, "LoadBalancingEnv", {"scenario": "poisson_085"},
-        TrainingSettings(num_env_runners=2, steps_per_iteration=1024),
+        TrainingSettings(num_env_runners=2, env_steps=10_240),
     )  # fmt: skip
     config = config.evaluation(
         evaluation_interval=1, evaluation_duration=2, evaluation_config={"explore": False}
@@ -154,7 +152,7 @@ def test_remote_runners_and_evaluation_work_as_in_any_rllib_algorithm():
 @pytest.mark.parametrize("algorithm", ["ppo", "a2c", "dqn"])
 def test_rllibs_own_path_is_still_there_to_compare_with(algorithm):
     # DQN begins to learn after a thousand steps.
-    trial = a_trial(algorithm, implementation="rllib_stock", steps_per_iteration=1200)
+    trial = a_trial(algorithm, implementation="rllib_stock", env_steps=12_000)
     result = trial.step()
     trial.stop()
     assert result["timesteps_total"] >= 1200
@@ -188,10 +186,10 @@ def test_an_agent_without_a_baseline_learns_a_trivial_cluster(algorithm, lr, tmp
         algorithm,
         scenario=str(scenario),
         recipe="paper",
-        reward=RESPONSE_REWARD,
+        reward_weights="response",
         training={"lr": lr},
-        steps_per_iteration=2000,
-        train_steps=10_000,
+        env_steps=10_000,
+        iterations=5,
     )
     results = [trial.step() for _ in range(4)]
     trial.stop()
@@ -200,8 +198,3 @@ def test_an_agent_without_a_baseline_learns_a_trivial_cluster(algorithm, lr, tmp
     assert max(later) < 0.7 * first
     # Half of the requests on the slow server cost ten times as much.
     assert results[-1]["mean_response_s"] < 0.2
-
-
-def test_an_rllib_trial_without_an_environment_is_refused_in_words():
-    with pytest.raises(ValueError, match="a ppo trial needs register_env"):
-        a_trial("ppo", register_env=None)

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenyard.routing.types import Request
 from tokenyard.workload.features import (
     FEATURE_NAMES,
     NUM_REQUEST_FEATURES,
@@ -37,7 +36,7 @@ def streams(draw):
 def test_one_by_one_and_all_at_once_are_the_same_numbers(stream, started_at):
     tracker = FeatureTracker(started_at)
     rows = [
-        tracker.push(Request(arrival_s, int(context), total))
+        tracker.push(arrival_s, int(context), total)
         for arrival_s, context, total in zip(*stream, strict=True)
     ]
 

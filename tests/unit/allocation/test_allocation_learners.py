@@ -13,8 +13,7 @@ from tokenyard.allocation.policies.autoscaler import AutoscalerRule
 from tokenyard.allocation.policies.learned import NetworkPlan
 from tokenyard.allocation.scenario import SwitchBudget
 from tokenyard.allocation.simulator.run import StreamRunner, run_allocation
-from tokenyard.rl.allocation.training import demonstrations
-from tokenyard.rl.allocation.trial import AllocationTrialConfig
+from tokenyard.rl.allocation.training import AllocationTrialConfig, demonstrations
 
 needs_rllib = pytest.mark.usefixtures("ray_cluster")
 
@@ -26,13 +25,8 @@ RULE = AutoscalerRule(tensor_parallel=1)
 
 
 def training(algorithm, scenario=SCENARIO, **fields):
-    config = AllocationTrialConfig(
-        algorithm=algorithm,
-        scenario="a100x8_13b",
-        register_env=envs.register,
-        num_env_runners=0,
-        **fields,
-    )
+    envs.register()
+    config = AllocationTrialConfig(algorithm=algorithm, scenario="a100x8_13b", **fields)
     return config.make_training(scenario)
 
 
@@ -119,8 +113,5 @@ def test_demonstrations_are_the_autoscalers_and_leave_its_family_now_and_then():
 
 
 def test_trials_that_cannot_be_are_refused_in_words():
-    with pytest.raises(ValueError, match="cannot be cloned"):
-        training("sarsa", cloned=True)
-    config = AllocationTrialConfig(algorithm="ppo", scenario="a100x8_13b")
-    with pytest.raises(ValueError, match="register_env"):
-        config.make_training(SCENARIO)
+    with pytest.raises(ValueError, match="should be 'ppo'"):
+        training("cloned_sarsa")

@@ -9,10 +9,9 @@ import envs
 from tokenyard.allocation.observation import ALLOWED
 from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.scenario import SwitchBudget
-from tokenyard.rl.allocation.training import allocation_config
+from tokenyard.rl.allocation.training import AllocationTrialConfig
 from tokenyard.rl.columnar.actions import actions_of
 from tokenyard.rl.columnar.env_runner import CLIPPED_FRACTION, ColumnarEnvRunner, RouterEnvRunner
-from tokenyard.rl.columnar.sampling import TrainingSettings
 
 SCENARIO = load_allocation("a100x8_13b")
 SCENARIO = SCENARIO.model_copy(
@@ -23,7 +22,8 @@ MANY_LIMITS = SCENARIO.model_copy(update={"max_batches": (64, 128, 256)})
 
 def a_runner(scenario=SCENARIO, runner=ColumnarEnvRunner, algorithm="ppo", seed=3, **env):
     envs.register()
-    config = allocation_config(algorithm, "ParallelismEnv", scenario, TrainingSettings(seed=seed))
+    trial = AllocationTrialConfig(algorithm=algorithm, scenario="a100x8_13b", seed=seed)
+    config = trial.algorithm_config(scenario)
     config = config.environment(env_config={**config.env_config, "episode_slots": 6, **env})
     config = config.env_runners(
         env_runner_cls=runner, num_envs_per_env_runner=4, rollout_fragment_length=10

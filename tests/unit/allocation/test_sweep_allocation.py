@@ -9,8 +9,8 @@ from tokenyard.allocation.problem import PROBLEM, Demands
 from tokenyard.allocation.scenario import PAPER_WEIGHTS
 from tokenyard.evaluation import figures_of, rank
 from tokenyard.promotion import judge_candidate, rivals
-from tokenyard.rl.allocation.trial import AllocationTrialConfig
-from tune_configs.allocation import AllocationTrial, trainer_config
+from tokenyard.rl.allocation.training import AllocationTrialConfig
+from tune_configs.allocation import AllocationTrial
 from tune_configs.experiment import load_experiments
 
 EXPERIMENTS = ("default", "smoke", "learners")
@@ -22,21 +22,22 @@ def test_every_trial_of_every_experiment_can_be_built(name):
     assert experiment.problem is PROBLEM
     assert experiment.baseline in experiment.baselines
     for trial in experiment.designed_trials(seed=3):
-        config = AllocationTrialConfig.model_validate(trainer_config(trial))
+        config = AllocationTrialConfig.model_validate(trial)
         assert config.scenario == experiment.scenario
-        assert config.cloned == str(trial["algorithm"]).startswith("cloned")
 
 
 def test_reward_weights_that_are_unknown_are_refused():
-    trial = dict(load_experiments("allocation:smoke")[0].trials[0])
-    with pytest.raises(ValueError, match="choose 'cost' or 'paper'"):
-        trainer_config({**trial, "reward_weights": "beauty"})
+    trial = load_experiments("allocation:smoke")[0].designed_trials(0)[0]
+    with pytest.raises(ValueError, match="should be 'cost' or 'paper'"):
+        AllocationTrialConfig.model_validate({**trial, "reward_weights": "beauty"})
 
 
 def test_a_weight_that_is_drawn_takes_the_place_of_the_named_one():
-    trial = dict(load_experiments("allocation:smoke")[0].trials[0])
-    found = trainer_config({**trial, "weights": {"violations": 0.5, "energy": 0.1}})["objective"]
-    assert (found.usd, found.violations, found.energy) == (1.0, 0.5, 0.1)
+    trial = load_experiments("allocation:smoke")[0].designed_trials(0)[0]
+    drawn = {**trial, "weights": {"violations": 0.5, "energy": 0.1}}
+    found = AllocationTrial.hyperparameters(drawn)
+    terms = ("usd", "violations", "energy")
+    assert [found[f"reward.{term}"] for term in terms] == [1.0, 0.5, 0.1]
     assert AllocationTrial.hyperparameters(trial)["reward.energy"] == 0.0
 
 

@@ -6,8 +6,8 @@ from gymnasium.utils.env_checker import check_env
 from unit.region_builders import a_scenario
 
 from envs import RegionEnv, RegionVectorEnv
-from envs.regions import PAPER_REWARD
 from tokenyard.regions.observation import LOGIT_SCALE, wanted_shares
+from tokenyard.regions.scenario import PAPER_REWARD
 
 TINY = a_scenario(num_slots=6)
 

@@ -13,11 +13,8 @@ from tokenyard.regions.artifact import RegionArtifact, RegionMetadata, learned_r
 from tokenyard.regions.observation import LIMIT, LOGIT_SCALE, encode, observation_size
 from tokenyard.regions.problem import PROBLEM
 from tokenyard.regions.simulator import RegionSim
-from tokenyard.rl.columnar.sampling import TrainingSettings
-from tokenyard.rl.regions.training import RegionRllib, constraint_values, regions_config
-from tokenyard.rl.regions.trial import RegionTrialConfig
+from tokenyard.rl.regions.training import RegionRllib, RegionTrialConfig, constraint_values
 from tune_configs.experiment import load_experiments
-from tune_configs.regions import trainer_config
 
 TINY = a_scenario(num_slots=12)
 
@@ -28,21 +25,22 @@ def test_every_trial_of_every_experiment_can_be_built(name):
     assert experiment.problem is PROBLEM
     assert experiment.baseline in experiment.baselines
     for trial in experiment.designed_trials(seed=3):
-        config = RegionTrialConfig.model_validate(trainer_config(trial))
+        config = RegionTrialConfig.model_validate(trial)
         assert config.scenario == experiment.scenario
-        RegionEnv(scenario=TINY, action=config.action, reward=config.reward)
+        told = config.algorithm_config(TINY).env_config
+        RegionEnv(scenario=TINY, action=told["action"], reward=told["reward"])
 
 
 def test_settings_of_a_trial_take_the_place_of_the_recipes():
-    trial = dict(load_experiments("regions:smoke")[0].trials[1])
-    config = RegionTrialConfig.model_validate({**trainer_config(trial), "training": {"lr": 5e-5}})
+    trial = load_experiments("regions:smoke")[0].trials[1]
+    config = trial.model_copy(update={"training": {"lr": 5e-5}})
     assert config.hyperparameters(TINY)["lr"] == 5e-5
 
 
 def test_reward_weights_that_are_unknown_are_refused():
-    trial = dict(load_experiments("regions:smoke")[0].trials[0])
-    with pytest.raises(ValueError, match="choose 'cost' or 'paper'"):
-        trainer_config({**trial, "reward_weights": "beauty"})
+    trial = load_experiments("regions:smoke")[0].designed_trials(0)[0]
+    with pytest.raises(ValueError, match="should be 'cost' or 'paper'"):
+        RegionTrialConfig.model_validate({**trial, "reward_weights": "beauty"})
 
 
 def test_constraints_are_met_by_the_smoothed_transport_and_broken_by_uniform_shares():
@@ -90,12 +88,8 @@ def test_a_network_says_for_how_many_regions_it_is():
 def test_what_is_trained_decides_alike_in_training_and_as_an_artifact(algorithm, tmp_path):
     envs.register()
     action = "shares" if algorithm == "torta_faithful" else "mix"
-    settings = TrainingSettings(
-        num_env_runners=0, train_steps=240, steps_per_iteration=1, implementation="rllib_stock"
-    )
-    config = regions_config(
-        algorithm, envs.REGION_ENV, TINY, settings, reward={}, action=action, dispatch="shares"
-    ).training(minibatch_size=60, num_epochs=1)
+    trial = RegionTrialConfig(algorithm=algorithm, scenario="tiny", env_steps=240, iterations=240)
+    config = trial.algorithm_config(TINY).training(minibatch_size=60, num_epochs=1)
     training = RegionRllib(config, TINY, algorithm)
     try:
         learned = training.step()

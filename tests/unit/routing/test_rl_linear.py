@@ -132,9 +132,10 @@ def test_a_restored_runner_does_not_play_the_streams_of_the_beginning_again():
 def test_a_trial_of_the_linear_policy_trains(ray_cluster):
     scenario = load_scenario("two_speeds")
     trial = RoutingTrialConfig(
-        algorithm="ppo", scenario="two_speeds", recipe="linear", num_env_runners=0, num_envs=1,
-        steps_per_iteration=1, train_steps=10**6, register_env=envs.register,
+        algorithm="ppo", scenario="two_speeds", recipe="linear", num_envs=1,
+        env_steps=10**6, iterations=10**6,
     )  # fmt: skip
+    envs.register()
     training = trial.make_training(scenario)
     before = training.artifact({}, {}).arrays["weights"]
     found = training.step()

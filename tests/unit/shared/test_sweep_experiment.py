@@ -6,18 +6,18 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from integration.toy_sweeps import tiny, toy_trial
+from integration.toy_sweeps import ToyTrialConfig, tiny
 from ray import tune
 from ray.exceptions import ActorDiedError
 from ray.tune.schedulers import TrialScheduler
 
 from serve_app.app import GatewayOptions
 from serve_app.cluster import load_cluster
+from tokenyard.rl.routing.rewards import ABLATIONS, reward_names, reward_weights
 from tokenyard.rl.routing.trial import RoutingTrialConfig
 from tokenyard.routing.scenario import RewardWeights, load_scenario
 from tune_configs import routing
 from tune_configs.experiment import load_experiments, stop_at_budget
-from tune_configs.routing import ABLATIONS, reward_names, reward_weights
 from tune_configs.schedulers import parzen_estimator
 from tune_configs.sweep import open_chain
 from tune_configs.tuner import check_resources, fit, trial_label
@@ -33,14 +33,16 @@ def test_repeated_trials_never_share_a_seed_with_their_twins(seed, num_samples):
 
 
 def test_a_space_is_searched_for_as_many_trials_as_were_asked_for():
-    space = {**toy_trial("fast"), "seed": tune.randint(0, 10)}
+    space = {"algorithm": "fast", "env_steps": 5_000, "seed": tune.randint(0, 10)}
     experiment = replace(tiny(), trials=(), space=space, num_samples=7)
     assert experiment.num_trials() == 7
 
 
-def test_trials_of_different_keys_are_refused():
-    with pytest.raises(ValueError, match="same keys"):
-        replace(tiny(), trials=(toy_trial("fast"), {"algorithm": "slow"}))
+def test_what_is_set_of_one_trial_is_told_of_all():
+    plain, large = ToyTrialConfig(algorithm="fast"), ToyTrialConfig(algorithm="slow", num_cpus=4)
+    told = replace(tiny(), trials=(plain, large)).designed_trials(0)
+    assert [trial["num_cpus"] for trial in told] == [1, 4]
+    assert "num_cpus" not in replace(tiny(), trials=(plain,)).designed_trials(0)[0]
 
 
 def test_an_experiment_without_trials_is_refused():
@@ -50,7 +52,7 @@ def test_an_experiment_without_trials_is_refused():
 
 def test_trials_that_a_searcher_would_leave_out_are_refused():
     with pytest.raises(ValueError, match="a searcher draws all trials"):
-        replace(tiny(), space=toy_trial("fast"), searcher=parzen_estimator)
+        replace(tiny(), space={"algorithm": "fast"}, searcher=parzen_estimator)
 
 
 @pytest.mark.parametrize("wrong", [0, -1])
@@ -91,7 +93,7 @@ def test_a_reference_that_is_not_module_and_function_is_refused(reference):
     [
         ("no_such_module:default", "no module"),
         ("routing:no_such_function", "no experiment function"),
-        ("routing:reward_names", "returns tuple"),
+        ("os:getcwd", "returns str"),
     ],
 )
 def test_a_reference_to_something_else_says_what_is_wrong(reference, reason):
@@ -108,26 +110,26 @@ def test_a_reference_to_something_else_says_what_is_wrong(reference, reason):
 def test_every_trial_of_every_routing_experiment_is_one_the_trainer_accepts(name):
     experiment = load_experiments(f"routing:{name}")[0]
     for trial in experiment.designed_trials(3):
-        config = RoutingTrialConfig.model_validate(routing.trainer_config(trial))
+        config = RoutingTrialConfig.model_validate(trial)
         assert config.seed == trial["seed"]
 
 
 def test_a_share_of_the_budget_is_at_least_one_generation():
     for trial in routing.fleet().fitted({}, 2, 0, 0.01).designed_trials(3):
-        assert RoutingTrialConfig.model_validate(routing.trainer_config(trial))
+        assert RoutingTrialConfig.model_validate(trial).num_generations >= 1
 
 
 @pytest.mark.parametrize("experiment", [routing.default, routing.serial])
 def test_networks_go_on_from_a_search_as_long_as_the_one_beside_them(experiment):
-    *learners, search = (
-        RoutingTrialConfig.model_validate(routing.trainer_config(trial))
-        for trial in experiment().trials
-    )
-    assert search.algorithm == routing.POLICY_SEARCH
-    assert {one.warm_start_generations for one in learners} == {search.num_generations} == {20}
-    short = {**routing.default().trials[0], "env_steps": 30_000}
-    assert routing.trainer_config(short)["warm_start_generations"] == 2
-    assert "warm_start_generations" not in routing.trainer_config(routing.paper().trials[0])
+    def warm_start(trial):
+        scenario = load_scenario(trial.scenario)
+        return trial.hyperparameters(scenario)["warm_start_generations"]
+
+    *learners, search = experiment().trials
+    assert search.algorithm == "policy_search"
+    assert {warm_start(trial) for trial in learners} == {search.num_generations} == {20}
+    assert warm_start(learners[0].model_copy(update={"env_steps": 30_000})) == 2
+    assert warm_start(routing.paper().trials[0]) == 0
 
 
 def test_the_default_sweep_trains_each_algorithm_on_three_weightings_and_searches_beside_them():
@@ -147,7 +149,7 @@ def test_a_trial_stops_at_its_own_budget():
 
 
 def test_a_sweep_whose_trials_do_not_fit_the_cluster_is_refused_before_it_starts():
-    experiment = replace(tiny(), trials=({**toy_trial("fast"), "num_cpus": 64},))
+    experiment = replace(tiny(), trials=(ToyTrialConfig(algorithm="fast", num_cpus=64),))
     with pytest.raises(ValueError, match="needs 64 CPU, the cluster has 2"):
         check_resources(experiment, 0, [{"CPU": 2.0}])
     check_resources(experiment, 0, [{"CPU": 64.0}])
@@ -201,7 +203,7 @@ def test_a_smaller_budget_gives_every_trial_fewer_steps_and_changes_nothing_else
     whole = load_experiments("allocation:learners")[0]
     tenth = whole.fitted({}, budget=0.1)
     for less, full in zip(tenth.trials, whole.trials, strict=True):
-        assert less == {**full, "env_steps": full["env_steps"] // 10}
+        assert less == full.model_copy(update={"env_steps": full.env_steps // 10})
     assert whole.fitted({}) == whole
     for wrong in (0.0, 1.5):
         with pytest.raises(ValueError, match="must be above 0 and at most 1"):
@@ -238,11 +240,8 @@ def test_what_a_cluster_changes_reaches_every_trial_drawn_or_designed():
 
 
 def test_where_a_trial_runs_does_not_change_what_it_is():
-    trial = dict(load_experiments("routing:smoke")[0].trials[-1])
-    here, there = (
-        RoutingTrialConfig.model_validate(routing.trainer_config({**trial, **reserved}))
-        for reserved in ({}, {"cpus_per_actor": 2.0, "placement": "SPREAD"})
-    )
+    here = load_experiments("routing:smoke")[0].trials[-1]
+    there = here.model_copy(update={"cpus_per_actor": 2.0, "placement": "SPREAD"})
     assert there.cpus_per_actor == 2.0
     assert there.placement == "SPREAD"
     assert here.sha256 == there.sha256
@@ -271,7 +270,7 @@ def test_trials_that_went_with_their_node_are_started_again_and_others_are_not()
 @pytest.mark.parametrize("module", ["routing", "allocation", "regions"])
 def test_every_trial_says_in_numbers_what_it_learns_from_and_with(module):
     experiment = load_experiments(f"{module}:default")[0]
-    for trial in experiment.trials:
+    for trial in experiment.designed_trials(0):
         found = experiment.trainable.hyperparameters(trial)
         assert all(isinstance(value, float | int | str) for value in found.values())
         if trial["algorithm"].removeprefix("cloned_") in ("ppo", "a2c", "dqn"):

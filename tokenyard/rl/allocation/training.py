@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -23,19 +23,24 @@ from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies.autoscaler import AutoscalerRule, family
-from tokenyard.allocation.scenario import AllocationScenario
+from tokenyard.allocation.policies.rules import load_tuned_allocation
+from tokenyard.allocation.scenario import PAPER_WEIGHTS, AllocationScenario, Objective
 from tokenyard.allocation.simulator.kernel import SINCE
 from tokenyard.allocation.simulator.run import StreamRunner, autoscale
-from tokenyard.allocation.tabular import TabularLearner
-from tokenyard.rl.algorithms import CLIPPED, dqn_config, ppo_config
+from tokenyard.allocation.tabular import TabularConfig, TabularLearner
+from tokenyard.rl.algorithms import CLIPPED, dqn_config, flat_numbers, hyperparameters, ppo_config
 from tokenyard.rl.allocation.modules import STAY_BONUS, AllocationActorCritic, AllocationQNetwork
 from tokenyard.rl.columnar.a2c import A2CConfig
-from tokenyard.rl.columnar.sampling import DEFAULT_SETTINGS, TrainingSettings, with_sampling
+from tokenyard.rl.columnar.sampling import with_sampling
 from tokenyard.rl.modules import layer_arrays, module_spec, moment_arrays
-from tokenyard.rl.training import RllibLearner
+from tokenyard.rl.trainable import TrialConfig
+from tokenyard.rl.training import RllibLearner, Training
 from tokenyard.types import FloatArray, IntArray
 
 RllibAlgorithm = Literal["ppo", "a2c", "dqn"]
+Algorithm = Literal["ppo", "a2c", "dqn", "q_learning", "sarsa", "cloned_ppo", "cloned_a2c"]
+"""After `cloned_`, it first learns what the tuned autoscaler does."""
+_CLONED = "cloned_"
 NUM_ENVS = 32
 """Copies of the environment that one env runner steps at once."""
 HIDDEN = (128, 128)
@@ -187,47 +192,74 @@ def _preferences(module: AllocationActorCritic, observations: torch.Tensor) -> t
     return preferences
 
 
-def allocation_config(
-    algorithm: RllibAlgorithm,
-    env: str,
-    scenario: AllocationScenario,
-    settings: TrainingSettings = DEFAULT_SETTINGS,
-    training: Mapping[str, Any] | None = None,
-) -> AlgorithmConfig:
-    """Configure one algorithm.
+class AllocationTrialConfig(TrialConfig):
+    """What an allocation trial is made from; its steps are control intervals."""
 
-    Args:
-        algorithm: Which.
-        env: Name under which `envs.make_parallelism` is registered with RLlib.
-        scenario: What is learned for, its objective included.
-        settings: For how long, on what, and by whose code; steps are slots.
-        training: Settings for `AlgorithmConfig.training` in place of ours.
-    """
-    usd = float(plan_table(scenario).usd_per_hour.max()) * scenario.slot_s / 3600
-    fragment_steps = _FRAGMENT_STEPS[algorithm]
-    batch_size = NUM_ENVS * fragment_steps * max(settings.num_env_runners, 1)
-    config = _base(algorithm, batch_size, settings.train_steps)
-    config = config.training(**{"gamma": _GAMMA, **(training or {})})
-    module = AllocationQNetwork if algorithm == "dqn" else AllocationActorCritic
-    spec = module_spec(module, HIDDEN, **{STAY_BONUS: _STAY_BONUS[algorithm]})
-    config = config.rl_module(rl_module_spec=spec).environment(
-        env,
-        env_config={
-            "scenario": scenario.model_dump(),
-            "action": "grid" if algorithm == "dqn" else "shape",
-            # In units of the whole pool's price for a slot, where dollars count.
-            "reward_scale": 1.0 / (usd * scenario.reward.usd) if scenario.reward.usd else 1.0,
-            "subtract_bound": True,
-        },
-    )
-    return with_sampling(
-        config,
-        algorithm,
-        settings,
-        num_envs=NUM_ENVS,
-        fragment_steps=fragment_steps,
-        normalise=True,
-    )
+    algorithm: Algorithm
+    env: str = "ParallelismEnv"
+    """Name that the environment is registered under with RLlib."""
+    reward_weights: Literal["cost", "paper"] = "cost"
+    """Dollars and SLO violations, or the paper's sum."""
+
+    def hyperparameters(self, scenario: AllocationScenario) -> dict[str, float | str]:
+        """Reward, learner and network; of tables, their settings."""
+        scenario = self._rewarded(scenario)
+        rewarded = flat_numbers(scenario.reward, "reward.")
+        if self.algorithm == "q_learning" or self.algorithm == "sarsa":
+            return rewarded | flat_numbers(TabularConfig(self.algorithm, self.env_steps))
+        return rewarded | hyperparameters(self.algorithm_config(scenario))
+
+    def make_training(self, scenario: AllocationScenario) -> Training[AllocationArtifact]:
+        """Build the learner that the fields name."""
+        scenario = self._rewarded(scenario)
+        if self.algorithm == "q_learning" or self.algorithm == "sarsa":
+            table = TabularConfig(self.algorithm, num_steps=self.env_steps)
+            learner = TabularLearner(scenario, table, self.seed)
+            return TabularTraining(learner, self.steps_per_iteration)
+        training = AllocationRllib(self.algorithm_config(scenario), scenario, self._learner)
+        if self.algorithm.startswith(_CLONED):
+            training.clone(load_tuned_allocation(scenario.name).autoscaler, self.seed)
+        return training
+
+    @property
+    def _learner(self) -> RllibAlgorithm:
+        return cast("RllibAlgorithm", self.algorithm.removeprefix(_CLONED))
+
+    def _rewarded(self, scenario: AllocationScenario) -> AllocationScenario:
+        """The scenario with what a trial is rewarded for as its objective."""
+        cost = Objective(usd=1.0, violations=scenario.violation_usd)
+        named = cost if self.reward_weights == "cost" else PAPER_WEIGHTS
+        objective = Objective.model_validate(named.model_dump() | dict(self.weights))
+        return scenario.model_copy(update={"objective": objective})
+
+    def algorithm_config(self, scenario: AllocationScenario) -> AlgorithmConfig:
+        """Configure the algorithm for a scenario, whose own objective counts."""
+        algorithm = self._learner
+        usd = float(plan_table(scenario).usd_per_hour.max()) * scenario.slot_s / 3600
+        fragment_steps = _FRAGMENT_STEPS[algorithm]
+        batch_size = NUM_ENVS * fragment_steps * max(self.num_env_runners, 1)
+        config = _base(algorithm, batch_size, self.env_steps)
+        config = config.training(**{"gamma": _GAMMA, **self.training})
+        module = AllocationQNetwork if algorithm == "dqn" else AllocationActorCritic
+        spec = module_spec(module, HIDDEN, **{STAY_BONUS: _STAY_BONUS[algorithm]})
+        config = config.rl_module(rl_module_spec=spec).environment(
+            self.env,
+            env_config={
+                "scenario": scenario.model_dump(),
+                "action": "grid" if algorithm == "dqn" else "shape",
+                # In units of the whole pool's price for a slot, where dollars count.
+                "reward_scale": 1.0 / (usd * scenario.reward.usd) if scenario.reward.usd else 1.0,
+                "subtract_bound": True,
+            },
+        )
+        return with_sampling(
+            config,
+            algorithm,
+            self,
+            num_envs=NUM_ENVS,
+            fragment_steps=fragment_steps,
+            normalise=True,
+        )
 
 
 def _base(algorithm: RllibAlgorithm, batch_size: int, train_steps: int) -> AlgorithmConfig:

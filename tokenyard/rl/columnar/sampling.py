@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from gymnasium import VectorizeMode
+from pydantic import Field
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
+from tokenyard.config import FrozenModel
 from tokenyard.rl.columnar.env_runner import ColumnarEnvRunner, RouterEnvRunner
 from tokenyard.rl.columnar.learners import (
     A2CColumnarLearner,
@@ -27,23 +28,27 @@ REPLAY_CAPACITY = 50_000
 _LEARNERS = {"ppo": PPOColumnarLearner, "a2c": A2CColumnarLearner, "dqn": DQNColumnarLearner}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingSettings:
+class TrainingSettings(FrozenModel):
     """What every training is given, whatever its problem and its algorithm."""
 
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     """Of networks, exploration, replay and environments."""
-    num_env_runners: int = 1
-    """Env-runner actors; 0 samples in the calling process."""
-    cpus_per_env_runner: float = 0.5
-    """CPUs that each of them reserves."""
-    train_steps: int = 200_000
+    env_steps: Annotated[int, Field(ge=1)] = 100_000
     """Environment steps the training is planned for: schedules end with it."""
-    steps_per_iteration: int = 4096
-    """Fewest environment steps between two results."""
+    iterations: Annotated[int, Field(ge=1)] = 10
+    """Results until `env_steps`."""
+    num_env_runners: Annotated[int, Field(ge=0)] = 0
+    """Env-runner actors; 0 samples in the calling process (decision 0010)."""
+    cpus_per_actor: Annotated[float, Field(gt=0)] = 0.5
+    """CPUs that the training's own process and each env runner reserve."""
     implementation: Implementation = "tokenyard"
     """"tokenyard" samples, replays and learns from arrays; "rllib_stock" with RLlib's episodes,
     connectors and learners."""
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Fewest environment steps between two results."""
+        return max(1, self.env_steps // self.iterations)
 
 
 DEFAULT_SETTINGS = TrainingSettings()
@@ -84,7 +89,7 @@ def with_sampling(
         config.env_runners(
             env_runner_cls=ColumnarEnvRunner if columnar else RouterEnvRunner,
             num_env_runners=settings.num_env_runners,
-            num_cpus_per_env_runner=settings.cpus_per_env_runner,
+            num_cpus_per_env_runner=settings.cpus_per_actor,
             num_envs_per_env_runner=num_envs,
             gym_env_vectorize_mode=VectorizeMode.VECTOR_ENTRY_POINT,
             rollout_fragment_length=fragment_steps,

@@ -21,15 +21,14 @@ from tokenyard.regions.artifact import RegionArtifact, RegionMetadata
 from tokenyard.regions.demand import sample_stream, stream_rng
 from tokenyard.regions.evaluation import measure
 from tokenyard.regions.forecast import fit_seasonal
-from tokenyard.regions.observation import LOGIT_SCALE, Action, action_size
+from tokenyard.regions.observation import LOGIT_SCALE, action_size
 from tokenyard.regions.policies import make_region_policy
-from tokenyard.regions.scenario import RegionScenario
+from tokenyard.regions.scenario import PAPER_REWARD, RegionReward, RegionScenario
 from tokenyard.regions.servers import make_cluster
 from tokenyard.regions.simulator.run import run_regions
-from tokenyard.regions.types import Dispatch
-from tokenyard.rl.algorithms import CLIPPED, ppo_config
+from tokenyard.rl.algorithms import CLIPPED, flat_numbers, hyperparameters, ppo_config
 from tokenyard.rl.columnar.a2c import A2CConfig
-from tokenyard.rl.columnar.sampling import TrainingSettings, with_sampling
+from tokenyard.rl.columnar.sampling import Implementation, with_sampling
 from tokenyard.rl.modules import (
     NORMALISE,
     RouterActorCritic,
@@ -38,9 +37,9 @@ from tokenyard.rl.modules import (
     moment_arrays,
     weights_of,
 )
-from tokenyard.rl.training import RllibLearner
+from tokenyard.rl.trainable import TrialConfig
+from tokenyard.rl.training import RllibLearner, Training
 
-RllibAlgorithm = Literal["ppo", "a2c", "torta_faithful"]
 NUM_ENVS = 10
 """Copies of the environment that one env runner steps at once."""
 _EPISODES_PER_BATCH = 10
@@ -140,58 +139,59 @@ def reactive_step(scenario: RegionScenario, seed: int) -> float:
     return measure(outcomes)["shares_step"]
 
 
-def regions_config(
-    algorithm: RllibAlgorithm,
-    env: str,
-    scenario: RegionScenario,
-    settings: TrainingSettings,
-    *,
-    reward: Mapping[str, float],
-    action: Action,
-    dispatch: Dispatch,
-    training: Mapping[str, Any] | None = None,
-) -> AlgorithmConfig:
-    """Configure one algorithm.
+class RegionTrialConfig(TrialConfig):
+    """What a regional trial is made from; its steps are intervals."""
 
-    Args:
-        algorithm: Which; `torta_faithful` is PPO as the paper has it.
-        env: Name under which `envs.make_regions` is registered with RLlib.
-        scenario: What is learned for.
-        settings: For how long, on what, and by whose code; steps are slots.
-        reward: Fields of `envs.regions.RegionReward`.
-        action: What the network's outputs mean.
-        dispatch: How tasks are sent in training, and later.
-        training: Settings for `AlgorithmConfig.training` in place of ours.
-    """
-    batch_size = _EPISODES_PER_BATCH * scenario.num_slots
-    config = _base(algorithm, scenario, batch_size, settings).training(**(training or {}))
-    hidden = _PAPER_HIDDEN if algorithm == "torta_faithful" else _HIDDEN
-    spec = module_spec(RegionActorCritic, hidden, **{NORMALISE: True})
-    config = config.rl_module(rl_module_spec=spec).environment(
-        env,
-        env_config={
-            "scenario": scenario.model_dump(),
-            "action": action,
-            "dispatch": dispatch,
-            "reward": dict(reward),
-        },
-    )
-    return with_sampling(
-        config,
-        algorithm,
-        settings,
-        num_envs=NUM_ENVS,
-        fragment_steps=max(1, batch_size // NUM_ENVS // max(settings.num_env_runners, 1)),
-        normalise=True,
-    )
+    algorithm: Literal["ppo", "a2c", "torta_faithful"]
+    env: str = "RegionEnv"
+    """Name that the environment is registered under with RLlib."""
+    implementation: Implementation = "rllib_stock"
+    reward_weights: Literal["cost", "paper"] = "cost"
+    """Dollars, or the paper's Eq 3."""
+
+    def hyperparameters(self, scenario: RegionScenario) -> dict[str, float | str]:
+        """Reward, learner and network."""
+        rewarded = flat_numbers(self._reward, "reward.")
+        return rewarded | hyperparameters(self.algorithm_config(scenario))
+
+    def make_training(self, scenario: RegionScenario) -> Training[RegionArtifact]:
+        """Build the learner that the fields name."""
+        return RegionRllib(self.algorithm_config(scenario), scenario, self.algorithm)
+
+    @property
+    def _reward(self) -> RegionReward:
+        named = RegionReward() if self.reward_weights == "cost" else PAPER_REWARD
+        return RegionReward.model_validate(named.model_dump() | dict(self.weights))
+
+    def algorithm_config(self, scenario: RegionScenario) -> AlgorithmConfig:
+        """Configure the algorithm."""
+        # The paper's policy sends by its shares, which are free, and by nothing else.
+        faithful = self.algorithm == "torta_faithful"
+        batch_size = _EPISODES_PER_BATCH * scenario.num_slots
+        spec = module_spec(
+            RegionActorCritic, _PAPER_HIDDEN if faithful else _HIDDEN, **{NORMALISE: True}
+        )
+        config = _base(self, scenario, batch_size).training(**self.training)
+        config = config.rl_module(rl_module_spec=spec).environment(
+            self.env,
+            env_config={
+                "scenario": scenario.model_dump(),
+                "action": "shares" if faithful else "mix",
+                "dispatch": "shares" if faithful else "live_cost",
+                "reward": self._reward.model_dump(),
+            },
+        )
+        return with_sampling(
+            config,
+            self.algorithm,
+            self,
+            num_envs=NUM_ENVS,
+            fragment_steps=max(1, batch_size // NUM_ENVS // max(self.num_env_runners, 1)),
+            normalise=True,
+        )
 
 
-def _base(
-    algorithm: RllibAlgorithm,
-    scenario: RegionScenario,
-    batch_size: int,
-    settings: TrainingSettings,
-) -> AlgorithmConfig:
+def _base(trial: RegionTrialConfig, scenario: RegionScenario, batch_size: int) -> AlgorithmConfig:
     common: dict[str, Any] = {
         **CLIPPED,
         "gamma": 0.99,
@@ -199,19 +199,19 @@ def _base(
         "entropy_coeff": 0.0,
         "train_batch_size_per_learner": batch_size,
     }
-    if algorithm == "a2c":
+    if trial.algorithm == "a2c":
         return A2CConfig().training(lr=3e-4, **common)
     # The learning rate of appendix B: 0.995 of it is left after every hundred episodes.
-    left = 0.995 ** (settings.train_steps / (100 * scenario.num_slots))
+    left = 0.995 ** (trial.env_steps / (100 * scenario.num_slots))
     config = ppo_config(
-        lr=[[0, 3e-4], [settings.train_steps, 3e-4 * left]],
+        lr=[[0, 3e-4], [trial.env_steps, 3e-4 * left]],
         minibatch_size=480,
         num_epochs=10,
         **common,
     )
-    if algorithm == "torta_faithful":
+    if trial.algorithm == "torta_faithful":
         config = config.training(
             learner_class=ConstrainedPPOLearner,
-            learner_config_dict={"reactive_step": reactive_step(scenario, settings.seed)},
+            learner_config_dict={"reactive_step": reactive_step(scenario, trial.seed)},
         )
     return config

@@ -260,7 +260,7 @@ def build_config(
     if recipe.network == "equivariant" and not own.residual_scale:
         raise ValueError("an equivariant network corrects a rule: residual_scale must be above 0")
     batch_size = recipe.num_envs * own.fragment_steps * max(settings.num_env_runners, 1)
-    config = _BUILDERS[algorithm](own, batch_size, settings.train_steps)
+    config = _BUILDERS[algorithm](own, batch_size, settings.env_steps)
     config = config.rl_module(rl_module_spec=_module(algorithm, recipe, rule_weights)).environment(
         env,
         env_config={

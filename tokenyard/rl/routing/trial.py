@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -10,13 +10,13 @@ from pydantic import Field
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
 from tokenyard.rl.algorithms import flat_numbers, hyperparameters
-from tokenyard.rl.columnar.sampling import Implementation
+from tokenyard.rl.routing.export import export_policy
+from tokenyard.rl.routing.rewards import reward_weights
 from tokenyard.rl.routing.training import MARGINAL_DELAY, Recipe, build_config, recipe
-from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
-from tokenyard.rl.training import RllibTraining, SearchTraining, Training
+from tokenyard.rl.trainable import TrialConfig
+from tokenyard.rl.training import RllibLearner, SearchTraining, Training
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
-from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.search import (
@@ -27,55 +27,78 @@ from tokenyard.routing.search import (
 )
 from tokenyard.routing.simulator.streams import StreamSource
 
+RllibAlgorithm = Literal["ppo", "a2c", "dqn"]
+
+_STEPS_PER_GENERATION = 15_000
+"""Steps of an RLlib trial per generation of the policy search that it goes on from."""
+
+SEARCH_STEPS = (
+    (SearchConfig.population + 1)  # and the baseline
+    * SearchConfig.streams_per_generation
+    * SearchConfig.requests_per_stream
+)
+"""Environment steps of one generation of policy search."""
+
+
+class RllibTraining(RllibLearner[StreamSource]):
+    """An RLlib algorithm over the routing environment."""
+
+    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> PolicyArtifact:
+        """The greedy policy of the present weights."""
+        return export_policy(
+            self.module, self._trained_for, self._trainer, metrics, lineage,
+            order=self._config.env_config["order"],
+        )  # fmt: skip
+
 
 class RoutingTrialConfig(TrialConfig):
     """What a routing trial is made from."""
 
     algorithm: Literal["ppo", "a2c", "dqn", "policy_search"]
     env: str = "LoadBalancingEnv"
-    """Name that `register_env` registers."""
-    implementation: Implementation = "tokenyard"
-    """Who samples and learns in an RLlib trial (`recipes.build_config`)."""
+    """Name that the environment is registered under with RLlib."""
     recipe: str = "equivariant"
-    """Name of a recipe of `tokenyard.rl.routing.training`."""
-    reward: RewardWeights | None = None
-    """Weights in place of the recipe's."""
-    steps_per_iteration: Annotated[int, Field(ge=1)] = 4096
-    """Fewest environment steps between two results of an RLlib trial."""
+    """Name of a recipe of `tokenyard.rl.routing.training`; its reward is that of trials without
+    `reward_weights`."""
     num_envs: Annotated[int, Field(ge=1)] | None = None
     """Copies of the environment per env runner, in place of the recipe's."""
-    fragment_steps: Annotated[int, Field(ge=1)] | None = None
-    """Steps of every copy per training batch, in place of the recipe's."""
-    warm_start_generations: Annotated[int, Field(ge=0)] = 0
+    warm_start_generations: Annotated[int, Field(ge=0)] | None = None
     """Generations of policy search before an RLlib trial: what they found is then corrected in
-    place of the tuned rule. Their CPU time is the trial's own. A flat network has none."""
-    generations_per_iteration: Annotated[int, Field(ge=1)] = 8
-    """Generations of policy search between two results."""
-    num_generations: Annotated[int, Field(ge=1)] = SearchConfig.num_generations
-    """Generations over which the noise of policy search fades."""
+    place of the tuned rule. Their CPU time is the trial's own. None: for the recipe `equivariant`
+    one per 15,000 `env_steps`, else none; a flat network has none."""
 
-    def adapted_recipe(self, slo_s: float) -> Recipe:
-        """The recipe with what this trial changes, for a scenario of this SLO, seconds.
+    @property
+    def num_generations(self) -> int:
+        """Generations of a policy search, over which its noise fades."""
+        return max(1, self.env_steps // SEARCH_STEPS)
+
+    @property
+    def generations_per_iteration(self) -> int:
+        """Generations of a policy search between two results."""
+        return max(1, self.num_generations // self.iterations)
+
+    def adapted_recipe(self, scenario: Scenario) -> Recipe:
+        """The recipe with what this trial changes, for a scenario.
 
         Raises:
-            ValueError: Unknown recipe, or it has no such algorithm.
+            ValueError: Unknown recipe or reward weights, or the recipe has no such algorithm.
         """
         base = recipe(self.recipe)
         if self.algorithm not in base.algorithms:
             known = sorted(base.algorithms)
             raise ValueError(f"recipe {self.recipe!r} has no {self.algorithm!r}, only {known}")
         own = base.algorithms[self.algorithm]
+        named = reward_weights(self.reward_weights, scenario) if self.reward_weights else own.reward
         changed = replace(
             own,
-            fragment_steps=self.fragment_steps or own.fragment_steps,
             training={**own.training, **self.training},
-            reward=self.reward or own.reward,
+            reward=RewardWeights.model_validate(named.model_dump() | dict(self.weights)),
         )
         return replace(
             base,
             num_envs=self.num_envs or base.num_envs,
             algorithms={**base.algorithms, self.algorithm: changed},
-        ).for_slo(slo_s)
+        ).for_slo(scenario.slo_response_s)
 
     def lineage(self, scenario: Scenario) -> dict[str, str]:
         """The recipe and the data as well."""
@@ -85,7 +108,7 @@ class RoutingTrialConfig(TrialConfig):
         """Reward, recipe and network; of a search, its objective and size."""
         if self.algorithm == "policy_search":
             return flat_numbers(self._search_config(scenario))
-        adapted = self.adapted_recipe(scenario.slo_response_s)
+        adapted = self.adapted_recipe(scenario)
         own = adapted.algorithms[self.algorithm]
         return {
             **hyperparameters(self._algorithm_config(adapted)),
@@ -93,29 +116,29 @@ class RoutingTrialConfig(TrialConfig):
             "reward_scale": adapted.reward_scale,
             "residual_scale": own.residual_scale,
             "start": self._start(scenario),
-            "warm_start_generations": self.warm_start_generations,
+            "warm_start_generations": self._warm_start,
         }
 
     def make_training(self, scenario: Scenario) -> Training[PolicyArtifact]:
         """Build the learner that the fields name.
 
         Raises:
-            ValueError: An RLlib trial without `register_env`, or a flat network for a fleet.
+            ValueError: A flat network for a fleet, or as `adapted_recipe` has it.
         """
         if self.algorithm == "policy_search":
             search = PolicySearch(scenario, self._search_config(scenario), self.seed)
             return SearchTraining(search, self.generations_per_iteration)
-        adapted = self.adapted_recipe(scenario.slo_response_s)
+        adapted = self.adapted_recipe(scenario)
         if scenario.fleet is not None and adapted.network == "flat":
             raise ValueError(f"recipe {self.recipe!r} is not for a fleet; choose 'equivariant'")
-        self.make_env_known()
-        source = StreamSource(scenario)
-        return RllibTraining(
-            self._algorithm_config(adapted, *self._rule(scenario)),
-            source,
-            self.algorithm,
-            adapted.reward_scale,
-        )
+        config = self._algorithm_config(adapted, *self._rule(scenario))
+        return RllibTraining(config, StreamSource(scenario), self.algorithm, adapted.reward_scale)
+
+    @property
+    def _warm_start(self) -> int:
+        if self.warm_start_generations is not None:
+            return self.warm_start_generations
+        return self.env_steps // _STEPS_PER_GENERATION if self.recipe == "equivariant" else 0
 
     def _search_config(self, scenario: Scenario) -> SearchConfig:
         config = SearchConfig(
@@ -137,14 +160,14 @@ class RoutingTrialConfig(TrialConfig):
         assert config.start is not None
         # A network corrects the rule without SLO terms.
         start = config.start if base.network == "linear" else config.start[:NUM_MARGINAL_WEIGHTS]
-        if not self.warm_start_generations:
+        if not self._warm_start:
             return start, config.order
         config = replace(
-            config, start=start, num_generations=self.warm_start_generations,
+            config, start=start, num_generations=self._warm_start,
             randomisation=base.randomisation,
         )  # fmt: skip
         search = PolicySearch(scenario, config, self.seed)
-        for _ in range(self.warm_start_generations):
+        for _ in range(self._warm_start):
             search.step()
         return tuple(search.weights.tolist()), tuple(search.order.tolist())
 
@@ -154,19 +177,7 @@ class RoutingTrialConfig(TrialConfig):
         rule_weights: Sequence[float] = MARGINAL_DELAY,
         order: Sequence[float] = tuple(FIRST_COME.tolist()),
     ) -> AlgorithmConfig:
+        env_config = {"scenario": self.scenario}
         return build_config(
-            self.algorithm,
-            adapted,
-            self.env,
-            {"scenario": self.scenario},
-            self.settings(self.steps_per_iteration, implementation=self.implementation),
-            rule_weights,
-            order,
+            self.algorithm, adapted, self.env, env_config, self, rule_weights, order
         )
-
-
-class RouterTrainable(PolicyTrainable):
-    """Trains one router from the fields of `RoutingTrialConfig`."""
-
-    problem = PROBLEM
-    trial_type = RoutingTrialConfig

@@ -232,7 +232,10 @@ class _RequestFeatures:
 
     def push(self, request: Request) -> FloatArray:
         """Return the features of `request`, shape (NUM_REQUEST_FEATURES,)."""
-        return squash((self._tracker.push(request) - self._medians) / self._scales)
+        features = self._tracker.push(
+            request.arrival_s, request.context_tokens, request.predicted_total_tokens
+        )
+        return squash((features - self._medians) / self._scales)
 
 
 def _check_count(trained_on: int | None, snapshots: Sequence[ReplicaSnapshot]) -> None:
