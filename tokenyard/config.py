@@ -28,13 +28,7 @@ def shipped_names(package: str, folder: str) -> list[str]:
 
 
 def read_named(name: str, kind: str, package: str, folder: str) -> str:
-    """Return the text of a shipped file by name, or of any YAML file by path.
-
-    Args:
-        name: A shipped name, or a path that ends in .yaml or .yml.
-        kind: What it is, in words for the error.
-        package: Whose files ship.
-        folder: Of the package.
+    """Return the text of a shipped file by name, or of any YAML file by path; `kind` is for errors.
 
     Raises:
         ValueError: Unknown name, with the closest one.

@@ -48,11 +48,7 @@ ResultFile = Annotated[
 
 
 def command_line(token: str | None = None) -> str:
-    """The command that runs, as a shell takes it.
-
-    Args:
-        token: An argument that nobody is to read.
-    """
+    """The command that runs, as a shell takes it; an argument `token` is left out of it."""
     program, *arguments = sys.argv
     start = ["tokenyard"] if Path(program).name == "tokenyard" else ["python", program]
     if token:
@@ -98,14 +94,9 @@ def write_result(
     rows: Sequence[Mapping[str, Any]],
     **more: Any,
 ) -> None:
-    """Write one result file: command, versions, seed, git_sha and flat rows; NaN becomes null.
+    """Write one result file: command, versions, seed, git_sha, flat rows, and `more`.
 
-    Args:
-        path: File to write; its folder is created.
-        command: The command line that made it.
-        seed: Its seed.
-        rows: Flat objects with units in their keys.
-        more: Further top-level keys.
+    Its folder is created; NaN becomes null.
     """
     head = {"command": command, "versions": versions(), "seed": seed, "git_sha": git_sha()}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,14 +111,9 @@ def report(
     seed: int | None,
     width: int = 120,
 ) -> None:
-    """Print a table, and write its rows to a file where one is named.
+    """Print a table on stdout, and write its rows to a file where one is named.
 
-    Args:
-        table: What is printed on stdout.
-        rows: Flat objects with units in their keys.
-        json_path: File to write.
-        seed: Of the results.
-        width: Columns where stdout is no terminal.
+    `width` counts in columns, where stdout is no terminal.
     """
     from rich.console import Console
 

@@ -131,12 +131,7 @@ class KeyRing:
     """Keys, found by what a caller gives."""
 
     def __init__(self, keys: Iterable[ApiKey], without_key: CallerLimits | None = None) -> None:
-        """Hold keys.
-
-        Args:
-            keys: All of them.
-            without_key: What each address may ask for without one; None: nothing.
-        """
+        """Hold keys, and what each address may ask for without one; None: nothing."""
         self.by_name = {one.name: one for one in keys}
         self.without_key = without_key
         self.limits = {

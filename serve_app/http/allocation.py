@@ -131,15 +131,7 @@ def make_router(
     note: Note = _note_nothing,
     changing: Changing = nullcontext,
 ) -> APIRouter:
-    """Lay `/v1/allocation` over an allocator.
-
-    Args:
-        allocator: Whose plan is shown and set.
-        access: Who may.
-        load_policy: Makes a policy that is asked for by name.
-        note: Is told of every change by hand.
-        changing: Surrounds it: see `Lifecycle.changing`.
-    """
+    """Lay `/v1/allocation` over an allocator; `note` records changes, `changing` surrounds them."""
     router = APIRouter()
     is_authorized, may_change = [Depends(access.is_authorized)], [Depends(access.may_change)]
 

@@ -43,13 +43,7 @@ class RequestMessage(StrictBody):
         return self
 
     def to_request(self, now_s: float, predicted_total_tokens: float, due_s: float) -> Request:
-        """Make the request that a policy sees.
-
-        Args:
-            now_s: Unix time, seconds, where the message has none.
-            predicted_total_tokens: Size where the message has none, tokens.
-            due_s: SLO of the response, seconds.
-        """
+        """Make the request that a policy sees; time and size count where the message has none."""
         total = self.predicted_total_tokens
         return Request(
             arrival_s=now_s if self.arrival_s is None else self.arrival_s,

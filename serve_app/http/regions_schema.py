@@ -89,11 +89,7 @@ class RegionsMessage(StrictBody):
         return self.regions[0].forecast is not None
 
     def to_state(self, with_forecast: bool) -> RegionState:
-        """Make the state that a policy sees.
-
-        Args:
-            with_forecast: Rely on the forecast; else the last arrivals stand in for it.
-        """
+        """Make what a policy sees; without the forecast, the last arrivals stand in for it."""
         regions, num = self.regions, len(self.regions)
         arrivals = np.array([one.arrivals for one in regions], dtype=np.float64).T
         forecast = arrivals[-1:]

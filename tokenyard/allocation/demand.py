@@ -73,11 +73,7 @@ class DemandGenerator(FrozenModel):
 
 
 def harmonics(day: FloatArray) -> FloatArray:
-    """Return a constant, and cosines and sines of `CYCLES_PER_DAY`; shape (n, 25).
-
-    Args:
-        day: Time in days, shape (n,).
-    """
+    """Return a constant, and cosines and sines of `CYCLES_PER_DAY` at days; shape (n, 25)."""
     angle = 2 * np.pi * np.outer(day, CYCLES_PER_DAY)
     return np.hstack([np.ones((len(day), 1)), np.cos(angle), np.sin(angle)])
 
@@ -170,12 +166,7 @@ class DemandSource:
     """Where the demand of a scenario comes from, for training and for tests."""
 
     def __init__(self, demand: Demand, pool_per_s: float, slot_s: float) -> None:
-        """Find the trace.
-
-        Args:
-            demand: What the scenario says of it.
-            pool_per_s: Requests per second that the pool can serve within the SLO.
-            slot_s: Length of a slot, seconds.
+        """Find the trace; `pool_per_s` is what the pool can serve within the SLO.
 
         Raises:
             ValueError: A recorded hour is asked for and its file is not there.

@@ -71,12 +71,6 @@ def finetune(
 ) -> Finetuned:
     """Learn from the first part of a log, and judge on the last.
 
-    Args:
-        champion: What is set against; it brings its scenario.
-        stream: The demand that was logged.
-        config: How the log is cut.
-        lineage: Where the log comes from, for the record.
-
     Raises:
         ArtifactError: The champion is of a kind that is not fine-tuned.
         ValueError: The log is too short.

@@ -151,12 +151,7 @@ Measured = Mapping[str, FloatArray]
 
 
 def find_cells(quick: bool, sealed_seed: int) -> list[Cell]:
-    """Return the cells, of which the last are drawn.
-
-    Args:
-        quick: Only 6 of the 32, and none that is recorded.
-        sealed_seed: Draws the fleets and loads of sealed cells.
-    """
+    """Return the 32 cells, or 6 that are not recorded; `sealed_seed` draws those that come last."""
     known = _QUICK if quick else _QUICK + _MORE
     kinds = _QUICK_SEALED if quick else _QUICK_SEALED + _MORE_SEALED
     drawn = [
@@ -286,10 +281,6 @@ def play_all(matches: Sequence[Match], mapped: Map) -> list[Measured | str]:
     """Play matches; of those that failed the reason, a sentence.
 
     Rules of files and URLs play in processes of their own, since they may hang.
-
-    Args:
-        matches: In any order.
-        mapped: Shares the others out.
     """
     ours = [one for one in matches if one.entry.kind not in _THEIRS]
     found = dict(zip(map(id, ours), mapped(_try, ours), strict=True))
@@ -368,11 +359,7 @@ def rows_of_cell(cell: Cell, found: Mapping[Entry, Measured], seed: int) -> list
 
 
 def board(rows: Sequence[Row]) -> list[Row]:
-    """Sum up every entry over its cells: those that play in most cells first, then by mean regret.
-
-    Args:
-        rows: Of all cells.
-    """
+    """Sum up every entry over its cells: those in most cells first, then by mean regret."""
     of_entry: dict[str, list[Row]] = {}
     for row in rows:
         of_entry.setdefault(str(row["entry"]), []).append(row)

@@ -128,14 +128,8 @@ def read_trace(
     """Read a trace file of any known layout, packed by gzip or not.
 
     Rows that are out of order are sorted. Requests that failed, which BurstGPT's traces have, are
-    left out.
-
-    Args:
-        path: The file.
-        on_bad_row: `raise` stops at the first bad row; `skip` leaves bad rows out.
-        time_unit: Of times that are numbers; None: found out.
-        block_tokens: Tokens that a hash id stands for; None: those of the layout.
-        tell: Is called with a line that says what was recognised.
+    left out. Units of times and blocks are found out where they are None. `tell` is called with a
+    line that says what was recognised.
 
     Returns:
         The trace, and how many bad rows were left out.
