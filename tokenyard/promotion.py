@@ -123,11 +123,7 @@ def judge_candidate(
 
 
 def gain_over(
-    problem: Problem[S, A, D, R],
-    scenario: S,
-    streams: D,
-    ours: Sequence[R],
-    theirs: Sequence[R],
+    problem: Problem[S, A, D, R], scenario: S, streams: D, ours: Sequence[R], theirs: Sequence[R]
 ) -> Interval:
     """By how much the score of one policy's runs exceeds another's, with its 95 % interval."""
     runs = {"ours": ours, "theirs": theirs}

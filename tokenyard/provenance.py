@@ -88,11 +88,7 @@ def versions() -> dict[str, str]:
 
 
 def write_result(
-    path: Path,
-    command: str,
-    seed: int | None,
-    rows: Sequence[Mapping[str, Any]],
-    **more: Any,
+    path: Path, command: str, seed: int | None, rows: Sequence[Mapping[str, Any]], **more: Any
 ) -> None:
     """Write one result file: command, versions, seed, git_sha, flat rows, and `more`.
 

@@ -15,12 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenyard.artifact import (
-    RegisteredPolicy,
-    RegistryError,
-    RegistryLookup,
-    model_name,
-)
+from tokenyard.artifact import RegisteredPolicy, RegistryError, RegistryLookup, model_name
 from tokenyard.problem import TrainedPolicy
 
 # MLflow takes seconds to import, and most servers run without a registry: functions import it.

@@ -21,11 +21,7 @@ from tokenyard.allocation.planner import PlannerModel, make_planner
 from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.artifact import ArtifactError
 from tokenyard.cross_entropy import FinetuneConfig
-from tokenyard.statistics.intervals import (
-    BlockBootstrap,
-    Interval,
-    percentile_interval,
-)
+from tokenyard.statistics.intervals import BlockBootstrap, Interval, percentile_interval
 
 _LEAST_DAYS = 3
 """To learn from: fewer know no daily rhythm."""

@@ -251,9 +251,7 @@ def learned_policy(artifact: PolicyArtifact, started_at: datetime | None = None)
 
 
 def resolve_champion(
-    scenario: str,
-    path: str | Path | None = None,
-    registry: RegistryLookup | None = None,
+    scenario: str, path: str | Path | None = None, registry: RegistryLookup | None = None
 ) -> tuple[PolicyArtifact, str]:
     """Find the policy that `champion` means, and say where it was found.
 

@@ -242,10 +242,7 @@ def request_counts(arrival_s: FloatArray, credit: str = "") -> Figure:
 
 
 def draw_evaluation(
-    scenario: Scenario,
-    runs: Mapping[str, Sequence[Run]],
-    rows: Sequence[Row],
-    credit: str,
+    scenario: Scenario, runs: Mapping[str, Sequence[Run]], rows: Sequence[Row], credit: str
 ) -> dict[str, Figure]:
     """Draw every figure of one evaluation, by the name of its file.
 

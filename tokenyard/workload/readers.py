@@ -276,11 +276,7 @@ def _json_rows(path: Path, layout: _Layout) -> Iterator[_Row]:
 
 
 def _from_rows(
-    path: Path,
-    rows: list[_Row],
-    layout: _Layout,
-    time_unit: TimeUnit | None,
-    on_bad_row: OnBadRow,
+    path: Path, rows: list[_Row], layout: _Layout, time_unit: TimeUnit | None, on_bad_row: OnBadRow
 ) -> _Found:
     """Build the trace from the good rows; see `read_trace` for what happens to the others."""
     if not rows:
