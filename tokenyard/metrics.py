@@ -138,8 +138,7 @@ def tpot_s(
         one output token, which has no token after the first.
     """
     after_first = np.where(output_tokens > 1, output_tokens - 1.0, math.nan)
-    times: FloatArray = (response_s - ttft_s) / after_first
-    return times
+    return np.asarray((response_s - ttft_s) / after_first)
 
 
 def binned_percentile_s(
@@ -227,8 +226,7 @@ def _until(
     """What has come by each edge of amounts that flow evenly from one time to another."""
     length_s = np.maximum(to_s - from_s, 1e-12)
     shares = np.clip((edges[:, None] - from_s) / length_s, 0.0, 1.0)
-    total: FloatArray = shares @ amount
-    return total
+    return np.asarray(shares @ amount)
 
 
 def _known(values: FloatArray) -> FloatArray:

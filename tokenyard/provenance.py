@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.constructors import PrimitiveConstructorSpec
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 _PACKAGES = ("tokenyard", "numpy", "numba", "ray", "torch", "gymnasium", "mlflow")
@@ -100,6 +101,13 @@ def write_result(
     path.write_text(json.dumps(_without_nan(result), indent=2) + "\n", encoding="utf-8")
 
 
+def make_console(width: int) -> Console:
+    """A console on stdout, so many columns wide where that is no terminal."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False)
+
+
 def report(
     table: Table,
     rows: Sequence[Mapping[str, Any]],
@@ -111,9 +119,7 @@ def report(
 
     `width` counts in columns, where stdout is no terminal.
     """
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else width, highlight=False).print(table)
+    make_console(width).print(table)
     if json_path is not None:
         write_result(json_path, command_line(), seed, rows)
 
