@@ -25,7 +25,7 @@ from rich.table import Table
 
 from tokenyard.evaluation import processes
 from tokenyard.problem import Row
-from tokenyard.provenance import ResultFile, command_line, versions, write_result
+from tokenyard.provenance import ResultFile, command_line, make_console, versions, write_result
 from tokenyard.routing.arena import (
     FAILED,
     FULL,
@@ -131,9 +131,7 @@ def main(args: Args) -> None:
         if row.get(FAILED)
     ]
     summed = board(rows)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
+    console = make_console(WIDTH)
     print_board(console, summed)
     for line in failed:
         console.print(f"failed: {line}", markup=False)
@@ -143,14 +141,11 @@ def main(args: Args) -> None:
         f"{took_s:.0f} s; sealed cells: --sealed-seed {sealed_seed}"
     )
     console.print(told, soft_wrap=True)
-    write_page(args.page, rows, summed, failed, [told, command_line(), _versions()])
+    installed = ", ".join(f"{name} {version}" for name, version in versions().items())
+    write_page(args.page, rows, summed, failed, [told, command_line(), installed])
     console.print(f"page: {args.page}", soft_wrap=True)
     if args.json is not None:
         write_result(args.json, command_line(), args.seed, rows + summed, sealed_seed=sealed_seed)
-
-
-def _versions() -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions().items())
 
 
 if __name__ == "__main__":

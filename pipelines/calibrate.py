@@ -32,23 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tokenyard.perf
-from tokenyard.perf.calibration import (
-    MEASURED_LINKS,
-    collective_held_out_mape,
-    collective_mape,
-    fit_collective,
-    fit_engine,
-    fit_iterations,
-    fit_kernels,
-    fit_link,
-    iterations_held_out_mape,
-    kernel_cross_validated_mape,
-    kernel_mape,
-    kernel_transfer_mape,
-    predicted,
-    undetermined,
-    with_engine,
-)
+from tokenyard.perf import calibration as fits
 from tokenyard.perf.coefficients import linear_coefficients
 from tokenyard.perf.hardware import Calibration, Kernels, load_gpu, shipped_calibration
 from tokenyard.perf.models import Precision
@@ -119,9 +103,9 @@ def calibrate_kernels(folder: Path) -> tuple[dict[str, Kernels], list[Row]]:
     kernels, rows = {}, []
     for name, gpu_name in PROFILED_GPUS.items():
         gpu, profiles = load_gpu(gpu_name), read_kernel_profiles(folder, name)
-        kernels[name] = fit_kernels(profiles, gpu)
+        kernels[name] = fits.fit_kernels(profiles, gpu)
         transfer = [
-            kernel_transfer_mape(profiles, gpu, fitted, held_out)
+            fits.kernel_transfer_mape(profiles, gpu, fitted, held_out)
             for fitted, held_out in (("llama2_7b", "llama2_70b"), ("llama2_70b", "llama2_7b"))
         ]
         rows.append(
@@ -129,10 +113,10 @@ def calibrate_kernels(folder: Path) -> tuple[dict[str, Kernels], list[Row]]:
                 "table": "kernels",
                 "gpu": name,
                 "measurements": sum(len(profile.tokens) for profile in profiles),
-                "fitted_error_fraction": kernel_mape(profiles, gpu, kernels[name]),
+                "fitted_error_fraction": fits.kernel_mape(profiles, gpu, kernels[name]),
                 "held_out_70b_error_fraction": transfer[0],
                 "held_out_7b_error_fraction": transfer[1],
-                "cross_validated_error_fraction": kernel_cross_validated_mape(profiles, gpu),
+                "cross_validated_error_fraction": fits.kernel_cross_validated_mape(profiles, gpu),
             }
         )
         rows.append({"table": "kernel_parameters", "gpu": name, **kernels[name].model_dump()})
@@ -142,10 +126,10 @@ def calibrate_kernels(folder: Path) -> tuple[dict[str, Kernels], list[Row]]:
 def link_rows(folder: Path) -> list[Row]:
     """Return latency, bandwidth and errors of every measured collective."""
     rows = []
-    for name, measured in MEASURED_LINKS.items():
+    for name, measured in fits.MEASURED_LINKS.items():
         for kind in measured.kinds:
             for profile in measured.read(folder, kind):
-                fitted = fit_collective(profile, kind)
+                fitted = fits.fit_collective(profile, kind)
                 rows.append(
                     {
                         "table": "links",
@@ -154,8 +138,8 @@ def link_rows(folder: Path) -> list[Row]:
                         "gpus": profile.num_gpus,
                         "latency_us": fitted.latency_s * 1e6,
                         "bandwidth_gb_per_s": fitted.bandwidth_bytes_per_s * 1e-9,
-                        "fitted_error_fraction": collective_mape(profile, kind, fitted),
-                        "held_out_error_fraction": collective_held_out_mape(profile, kind),
+                        "fitted_error_fraction": fits.collective_mape(profile, kind, fitted),
+                        "held_out_error_fraction": fits.collective_held_out_mape(profile, kind),
                     }
                 )
     return rows
@@ -164,7 +148,7 @@ def link_rows(folder: Path) -> list[Row]:
 def compare_published(calibration: Calibration) -> tuple[list[Row], list[Row]]:
     """Return one row per published figure, and one per group and role of them."""
     figures = read_published()
-    values = predicted(figures, calibration)
+    values = fits.predicted(figures, calibration)
     rows = []
     for figure, value in zip(figures, values.tolist(), strict=True):
         error = value / figure.published - 1
@@ -231,12 +215,14 @@ def calibrate_published(args: Args, console: Console) -> list[Row]:
     """Fit kernels, links and engine to the published measurements; return all rows."""
     folder = find_profiles()
     kernels, kernel_rows = calibrate_kernels(folder)
-    links = {name: fit_link(folder, measured) for name, measured in MEASURED_LINKS.items()}
+    links = {
+        name: fits.fit_link(folder, measured) for name, measured in fits.MEASURED_LINKS.items()
+    }
     before = Calibration(
         provenance=PROVENANCE, kernels=kernels, links=links, engine=shipped_calibration().engine
     )
     fitted_figures = [figure for figure in read_published() if figure.role == "fitted"]
-    calibration = with_engine(before, fit_engine(fitted_figures, before))
+    calibration = fits.with_engine(before, fits.fit_engine(fitted_figures, before))
     collective_rows = link_rows(folder)
     figure_rows, group_rows = compare_published(calibration)
     engine_row = {"table": "engine_parameters", **calibration.engine.model_dump()}
@@ -260,10 +246,10 @@ def calibrate_iterations(path: Path, console: Console) -> list[Row]:
     """Fit the four coefficients to one's own iterations; return one row."""
     try:
         profile = read_iterations(path)
-        held_out = iterations_held_out_mape(profile)
+        held_out = fits.iterations_held_out_mape(profile)
     except (OSError, ValueError) as error:
         sys.exit(str(error))
-    fitted = fit_iterations(profile)
+    fitted = fits.fit_iterations(profile)
     row = {
         "table": "iterations",
         "measurements": len(profile.time_s),
@@ -277,7 +263,7 @@ def calibrate_iterations(path: Path, console: Console) -> list[Row]:
     known |= {key: f"{max(values.max(), 1):.0f}" for key, values in seen.items()}
     print(f"profile: {{{', '.join(f'{key}: {value}' for key, value in known.items())}}}")
     print(f"# {', '.join(seen)}: the most seen in {path}; put the engine's own limits there")
-    for name in undetermined(profile, fitted):
+    for name in fits.undetermined(profile, fitted):
         print(f"warning: {name} is not told from 0 by these iterations", file=sys.stderr)
     return [row]
 

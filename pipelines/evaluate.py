@@ -41,7 +41,7 @@ from tokenyard.evaluation import (
 )
 from tokenyard.figures import save_figures
 from tokenyard.problem import A, Candidate, D, Problem, R, Row, S, StreamOptions, find_problem
-from tokenyard.provenance import ResultFile, command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, make_console, write_result
 from tokenyard.registry import mlflow_lookup
 from tokenyard.routing.policy_file import PolicyFileError
 from tokenyard.workload.trace_options import TraceOptions
@@ -194,16 +194,6 @@ def _without_differences(row: Row) -> Row:
     return {key: math.nan if key.startswith("delta_") else value for key, value in row.items()}
 
 
-def log_to_mlflow(args: Args, rows: list[Row], figures: dict[str, Figure]) -> None:
-    """Leave one run with the rows as a table and the figures as images."""
-    # MLflow takes seconds to import, and most evaluations do without it.
-    from tune_configs.mlflow_log import log_rows
-
-    name = args.suite or str(args.scenario)
-    where = log_rows("tokenyard-evaluation", name, asdict(args), "evaluation.json", rows, figures)
-    print(f"logged to {where}", file=sys.stderr)
-
-
 def main(args: Args) -> None:
     try:
         problem = find_problem(args.scenario, args.suite)
@@ -211,9 +201,7 @@ def main(args: Args) -> None:
     except (ValueError, OSError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
+    console = make_console(WIDTH)
     rows: list[Row] = []
     figures: dict[str, Figure] = {}
     while plans:
@@ -230,7 +218,12 @@ def main(args: Args) -> None:
     if args.figures:
         save_figures(figures, args.figures)
     if args.mlflow:
-        log_to_mlflow(args, rows, figures)
+        # MLflow takes seconds to import, and most evaluations do without it.
+        from tune_configs.mlflow_log import log_rows
+
+        experiment, name = "tokenyard-evaluation", args.suite or str(args.scenario)
+        where = log_rows(experiment, name, asdict(args), "evaluation.json", rows, figures)
+        print(f"logged to {where}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,6 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import pandas as pd
 import tyro
-from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 
 from tokenyard.allocation import fronts
@@ -36,7 +34,7 @@ from tokenyard.config import at_least_one
 from tokenyard.evaluation import difference_table, level_tables
 from tokenyard.figures import save_figures
 from tokenyard.problem import Row
-from tokenyard.provenance import ResultFile, command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, make_console, write_result
 from tokenyard.regions import judge, studies
 from tokenyard.regions.policies import REGION_BASELINES
 from tokenyard.regions.problem import PROBLEM
@@ -160,10 +158,6 @@ Args = (
 )
 
 
-def console(width: int) -> Console:
-    return Console(width=None if sys.stdout.isatty() else width)
-
-
 def fill_tables(args: Tables) -> list[Row]:
     # Ray takes seconds to import, and no other study needs it.
     from tune_configs import paper_tables as paper
@@ -191,25 +185,17 @@ def fill_tables(args: Tables) -> list[Row]:
         table = Table("table", "agent", "reward", *shares, title=title)
         for name, cells in paper.curve_summary(learned[learned["table"].isin(args.only)]):
             table.add_row(*name, *cells)
-        console(170).print(table)
+        make_console(170).print(table)
     return rows
 
 
 def print_tables(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print every row beside the paper's."""
-    table = Table(title="mean ± standard deviation over training seeds x episodes")
-    for column in (
-        "table",
-        "traffic",
-        "policy",
-        "seeds",
-        "reward",
-        "mean s",
-        "queue",
-        "violations",
-    ):
-        table.add_column(column)
-    table.add_column("the paper: reward / s / queue / violations")
+    table = Table(
+        "table", "traffic", "policy", "seeds", "reward", "mean s", "queue", "violations",
+        "the paper: reward / s / queue / violations",
+        title="mean ± standard deviation over training seeds x episodes",
+    )  # fmt: skip
     for row in rows:
         weights = row["reward_weights"]
         name = row["policy"] + (f" ({weights})" if row["table"] == "ablation" else "")
@@ -224,7 +210,7 @@ def print_tables(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{row['slo_violation_fraction']:.1%}±{row['slo_violation_fraction_std']:.1%}",
             PRINTED.get((row["table"], row["policy"]), ""),
         )
-    console(170).print(table)
+    make_console(170).print(table)
 
 
 def replicate_allocation(args: Allocation) -> list[Row]:
@@ -234,42 +220,25 @@ def replicate_allocation(args: Allocation) -> list[Row]:
     if args.figures:
         save_figures(figures, args.figures)
     if args.mlflow:
-        log_to_mlflow(args, rows, figures)
+        from tune_configs.mlflow_log import log_rows
+
+        name = f"{args.bins} bins"
+        log_rows("tokenyard-allocation-paper", name, {}, "table_1.json", rows, figures)
     return rows
 
 
 def print_readings(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print every row beside what the paper prints."""
     table = Table(title="mean ± standard deviation over seeds; one row per policy and reading")
-    for column in (
-        "reading",
-        "policy",
-        *MEASURES[:4],
-        "precision",
-        "recall",
-        "F1",
-        "regret",
-        "AUC",
-    ):
+    measures = (*MEASURES[:4], "precision", "recall", "F1", "regret", "AUC")
+    for column in ("reading", "policy", *measures):
         table.add_column(column, no_wrap=True)
     table.add_column("paper: abstract; Table 1")
     for row in rows:
         cells = [f"{row[key]:.3f}±{row[f'{key}_std']:.3f}" for key in MEASURES]
-        table.add_row(
-            row["reading"],
-            row["policy"],
-            *cells,
-            "; ".join(ALLOCATION_PRINTED.get(row["policy"], ())),
-        )
-    console(230).print(table)
-
-
-def log_to_mlflow(args: Allocation, rows: Sequence[Row], figures: dict[str, Figure]) -> None:
-    """Leave one run with the rows as a table and the figures as images."""
-    from tune_configs.mlflow_log import log_rows
-
-    name = f"{args.bins} bins"
-    log_rows("tokenyard-allocation-paper", name, {}, "table_1.json", rows, figures)
+        printed = "; ".join(ALLOCATION_PRINTED.get(row["policy"], ()))
+        table.add_row(row["reading"], row["policy"], *cells, printed)
+    make_console(230).print(table)
 
 
 def draw_fronts(args: Fronts) -> list[Row]:
@@ -293,10 +262,9 @@ def print_rows(title: str, rows: Sequence[Row]) -> None:
     for key in keys:
         table.add_column(key, no_wrap=True)
     for row in rows:
-        table.add_row(
-            *(f"{row[k]:.4g}" if isinstance(row[k], float) else str(row[k]) for k in keys)
-        )
-    console(160).print(table)
+        values = [row[key] for key in keys]
+        table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in values))
+    make_console(160).print(table)
 
 
 def study_regions(args: Torta) -> list[Row]:
@@ -324,19 +292,18 @@ def study_regions(args: Torta) -> list[Row]:
 
 def judge_regions(args: Layouts) -> list[Row]:
     scenario = load_regions(args.scenario).model_copy(update={"num_slots": args.slots})
-    default = tuple(REGION_BASELINES)
-    names = args.policies.split(",") if args.policies else default
+    names = args.policies.split(",") if args.policies else tuple(REGION_BASELINES)
     runs = judge.run_layouts(scenario, names, args.layouts, args.seed)
     rows = judge.judge(scenario, runs, args.baseline)
     print(f"{scenario.name}: {args.layouts} layouts, {args.slots} slots, seed {args.seed}")
     for table in level_tables(PROBLEM, scenario, rows):
-        console(170).print(table)
-    console(230).print(difference_table(PROBLEM, scenario, rows[1:]))
+        make_console(170).print(table)
+    make_console(230).print(difference_table(PROBLEM, scenario, rows[1:]))
     table = Table("policy", *judge.CLAIMS, title="p-values, Holm over all of them")
     for row in rows[1:]:
         cells = [f"{row[f'{key}_p_holm']:.3f}" for key in judge.CLAIMS]
         table.add_row(str(row["policy"]), *cells)
-    console(170).print(table)
+    make_console(170).print(table)
     return rows
 
 

@@ -47,7 +47,7 @@ from serve_app.load_generator import (
     summarise,
 )
 from tokenyard.figures import colours, log_seconds, new_axes, new_figure, save_figures, words
-from tokenyard.provenance import ResultFile, command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, make_console, write_result
 from tokenyard.routing.fleet import TrafficClass
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.twin import agreement, runners, simulate
@@ -346,9 +346,7 @@ def write(args: Args, rows: list[dict[str, Any]]) -> None:
 
 
 def main(args: Args) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 170
+    console = make_console(170)
     if args.repeats < 1:
         sys.exit(f"replay: --repeats {args.repeats} must be at least 1")
     # What ends a command that takes too long is to be told like Ctrl-C.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,13 +29,7 @@ def shipped_names(package: str, folder: str) -> list[str]:
 
 
 def read_named(name: str, kind: str, package: str, folder: str) -> str:
-    """Return the text of a shipped file by name, or of any YAML file by path.
-
-    Args:
-        name: A shipped name, or a path that ends in .yaml or .yml.
-        kind: What it is, in words for the error.
-        package: Whose files ship.
-        folder: Of the package.
+    """Return the text of a shipped file by name, or of any YAML file by path; `kind` is for errors.
 
     Raises:
         ValueError: Unknown name, with the closest one.
@@ -99,6 +94,17 @@ def at_least_one(option: str, value: int) -> int:
     if value < 1:
         raise ValueError(f"{option} {value} must be at least 1")
     return value
+
+
+def check_distinct(what: str, names: Sequence[str]) -> None:
+    """Refuse a name that appears more than once.
+
+    Raises:
+        ValueError: One does; the text calls it `what`.
+    """
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise ValueError(f"{what} {twice!r} appears more than once")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -57,15 +57,7 @@ def run_candidates(
 def run_all(
     policies: Mapping[str, Runner[S, D, R]], scenario: S, streams: D, seed: int, mapped: Map = map
 ) -> dict[str, list[R]]:
-    """Run policies over equal streams; runs by name.
-
-    Args:
-        policies: What runs each, by name.
-        scenario: What they act on.
-        streams: The same for all.
-        seed: Of their own randomness.
-        mapped: Runs them one after another, or several at once (`processes`).
-    """
+    """Run policies over equal streams, one after another or as `mapped` does; runs by name."""
     run = partial(_run, scenario=scenario, streams=streams, seed=seed)
     return dict(zip(policies, mapped(run, policies.values()), strict=True))
 
@@ -83,13 +75,6 @@ def compare(
 ) -> list[Row]:
     """One row per policy with its difference to a baseline, in the order of `runs`.
 
-    Args:
-        problem: Says what is measured.
-        scenario: Names the rows.
-        streams: On which the runs were.
-        runs: Of every policy over the same streams, in the same order.
-        baseline: The policy of `runs` that the others are compared to.
-
     Raises:
         ValueError: The baseline is not among `runs`.
     """
@@ -104,13 +89,7 @@ def compare(
 def _corrected(
     measures: Sequence[Measure], rows: list[Row], pairs: Sequence[tuple[Samples, Samples]]
 ) -> list[Row]:
-    """Add p-values: all differences in the rows are one family (Holm).
-
-    Args:
-        measures: Of the problem.
-        rows: To which they are added.
-        pairs: Samples of every row's policy, and of its baseline.
-    """
+    """Add p-values: all differences in the rows are one family (Holm)."""
     compared = [one for one in measures if one.delta]
     tests, found = [], []
     for row, (ours, theirs) in zip(rows, pairs, strict=True):
@@ -270,15 +249,7 @@ def figures_of(
     runs: Mapping[str, Sequence[R]],
     rows: Sequence[Row],
 ) -> dict[str, Figure]:
-    """Draw a comparison, by names of files: the problem's figures, else what is scored.
-
-    Args:
-        problem: Whose runs these are.
-        scenario: What was run.
-        streams: On what.
-        runs: Of every policy.
-        rows: Of `compare`.
-    """
+    """Draw a comparison, by names of files: the problem's figures, else what is scored."""
     drawn = problem.figures(scenario, streams, runs, rows)
     if drawn:
         return drawn

@@ -33,11 +33,7 @@ def learning_curves(
 ) -> Figure:
     """Draw a metric over environment steps: a line per repetition, a thick one for their median.
 
-    Args:
-        curves: What to draw, by label.
-        value: Name and unit of the metric, for the axis.
-        references: Values of policies that do not learn, drawn as level lines.
-        credit: Source of the data, printed small.
+    `value` labels its axis; `references`, policies that do not learn, are level lines.
     """
     figure = new_figure(4.2, credit)
     axes = new_axes(figure.subplots(), "environment steps", value)
@@ -72,13 +68,7 @@ def draw_trade_off(
 ) -> Figure:
     """Draw policies in the plane of two measures, and the Pareto front of all of them.
 
-    Args:
-        rows: One per policy, with both keys.
-        x: Measure of the horizontal axis.
-        y: Measure of the vertical axis.
-        kinds: What a policy is, by its name, such as its algorithm; each gets a colour. Policies
-            without one are grey.
-        credit: Source of the data, printed small.
+    `kinds` says what a policy is, such as its algorithm; each kind gets a colour, others are grey.
     """
     figure = new_figure(4.6, credit)
     axes = new_axes(figure.subplots(), _axis(x), _axis(y))

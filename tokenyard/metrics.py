@@ -59,9 +59,6 @@ def cvar99_s(times_s: FloatArray) -> float:
     """Mean of the slowest hundredth of times (at least one), seconds; NaN when there is none.
 
     Conditional value at risk at 99 % (Rockafellar and Uryasev 2000).
-
-    Args:
-        times_s: Of every offered request, shape (num_requests,).
     """
     if not len(times_s):
         return math.nan
@@ -96,12 +93,7 @@ def goodput_per_s(arrival_s: FloatArray, violations: BoolArray) -> float:
 
 
 def server_shares(server: IntArray, num_servers: int) -> FloatArray:
-    """Share of offered requests that each server took, shape (num_servers,).
-
-    Args:
-        server: Server of each request, -1 where it was dropped, shape (num_requests,).
-        num_servers: How many servers there are.
-    """
+    """Share of offered requests that each server took, shape (num_servers,); -1: dropped."""
     taken = np.bincount(server[server >= 0], minlength=num_servers)
     return taken / len(server) if len(server) else np.full(num_servers, np.nan)
 
@@ -123,12 +115,7 @@ def load_balance(total_tokens: FloatArray, server: IntArray, capacity: FloatArra
 
 
 def score(offered_response_s: FloatArray, violations: BoolArray) -> float:
-    """What sweeps rank on: -(mean + 0.1 CVaR99 + 2 s x SLO-violation fraction); higher is better.
-
-    Args:
-        offered_response_s: Of every offered request (`offered_s`), shape (num_requests,).
-        violations: Which violated the SLO, shape (num_requests,).
-    """
+    """What sweeps rank on, higher is better: -(mean + 0.1 CVaR99 + 2 s x SLO-violation share)."""
     return -(
         mean(offered_response_s)
         + CVAR_WEIGHT * cvar99_s(offered_response_s)
@@ -151,8 +138,7 @@ def tpot_s(
         one output token, which has no token after the first.
     """
     after_first = np.where(output_tokens > 1, output_tokens - 1.0, math.nan)
-    times: FloatArray = (response_s - ttft_s) / after_first
-    return times
+    return np.asarray((response_s - ttft_s) / after_first)
 
 
 def binned_percentile_s(
@@ -180,13 +166,7 @@ def binned_percentile_s(
 
 
 def attained_fraction(violations: BoolArray, group: IntArray, which: int) -> float:
-    """Share of a group's offered requests that attained their SLOs; NaN for no request.
-
-    Args:
-        violations: Which requests did not, shape (num_requests,).
-        group: Class or tenant of each, shape (num_requests,).
-        which: The group.
-    """
+    """Share of the offered requests of a class or tenant that attained their SLOs; NaN for none."""
     mine = violations[group == which]
     return float((~mine).mean()) if len(mine) else math.nan
 
@@ -246,8 +226,7 @@ def _until(
     """What has come by each edge of amounts that flow evenly from one time to another."""
     length_s = np.maximum(to_s - from_s, 1e-12)
     shares = np.clip((edges[:, None] - from_s) / length_s, 0.0, 1.0)
-    total: FloatArray = shares @ amount
-    return total
+    return np.asarray(shares @ amount)
 
 
 def _known(values: FloatArray) -> FloatArray:

@@ -119,12 +119,7 @@ def check_layers(arrays: Arrays, inputs: int, outputs: int | None = None) -> Non
 
 
 def check_network(arrays: Arrays, inputs: int | None = None, outputs: int | None = None) -> None:
-    """Check the units and layers of a `Network`.
-
-    Args:
-        arrays: Where it is taken from.
-        inputs: How many there must be; None: as many as the first layer takes.
-        outputs: How many there must be; None: any number.
+    """Check the units and layers of a `Network`; None stands for any number.
 
     Raises:
         ValueError: They are missing or do not fit together.

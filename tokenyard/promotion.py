@@ -87,11 +87,7 @@ def rivals(
 ) -> list[Candidate[S, D, R]]:
     """What a new champion has to beat: what `champion` means now, and the best tuned rule.
 
-    Args:
-        problem: Names both.
-        scenario: Whose champion.
-        rule: Stands for the best tuned rule where none was tuned.
-        registry: Looks the registered champion up; what ships counts where there is none.
+    `rule` stands for the latter where none was tuned.
 
     Raises:
         ValueError: The rule is unknown, or the present champion cannot be read.
@@ -115,18 +111,7 @@ def judge_candidate(
     seed: int,
     mapped: Map = map,
 ) -> PromotionVerdict:
-    """Set a policy against its rivals, with what the problem's gate found of it.
-
-    Args:
-        problem: Runs policies.
-        scenario: Whose champion it would be.
-        artifact: The policy.
-        against: Its rivals.
-        gate: Rows of `Problem.gate` for the policy.
-        streams: On which nothing was chosen.
-        seed: Of the policies' own randomness.
-        mapped: Runs them one after another, or several at once.
-    """
+    """Set a policy against its rivals on fresh streams, with the rows of `Problem.gate` for it."""
     policies = {f"rival {number}": rival.run for number, rival in enumerate(against)}
     policies["candidate"] = problem.trained(artifact)
     *theirs, ours = run_all(policies, scenario, streams, seed, mapped).values()
@@ -138,11 +123,7 @@ def judge_candidate(
 
 
 def gain_over(
-    problem: Problem[S, A, D, R],
-    scenario: S,
-    streams: D,
-    ours: Sequence[R],
-    theirs: Sequence[R],
+    problem: Problem[S, A, D, R], scenario: S, streams: D, ours: Sequence[R], theirs: Sequence[R]
 ) -> Interval:
     """By how much the score of one policy's runs exceeds another's, with its 95 % interval."""
     runs = {"ours": ours, "theirs": theirs}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.constructors import PrimitiveConstructorSpec
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 _PACKAGES = ("tokenyard", "numpy", "numba", "ray", "torch", "gymnasium", "mlflow")
@@ -48,11 +49,7 @@ ResultFile = Annotated[
 
 
 def command_line(token: str | None = None) -> str:
-    """The command that runs, as a shell takes it.
-
-    Args:
-        token: An argument that nobody is to read.
-    """
+    """The command that runs, as a shell takes it; an argument `token` is left out of it."""
     program, *arguments = sys.argv
     start = ["tokenyard"] if Path(program).name == "tokenyard" else ["python", program]
     if token:
@@ -92,25 +89,23 @@ def versions() -> dict[str, str]:
 
 
 def write_result(
-    path: Path,
-    command: str,
-    seed: int | None,
-    rows: Sequence[Mapping[str, Any]],
-    **more: Any,
+    path: Path, command: str, seed: int | None, rows: Sequence[Mapping[str, Any]], **more: Any
 ) -> None:
-    """Write one result file: command, versions, seed, git_sha and flat rows; NaN becomes null.
+    """Write one result file: command, versions, seed, git_sha, flat rows, and `more`.
 
-    Args:
-        path: File to write; its folder is created.
-        command: The command line that made it.
-        seed: Its seed.
-        rows: Flat objects with units in their keys.
-        more: Further top-level keys.
+    Its folder is created; NaN becomes null.
     """
     head = {"command": command, "versions": versions(), "seed": seed, "git_sha": git_sha()}
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {**head, "rows": list(rows), **more}
     path.write_text(json.dumps(_without_nan(result), indent=2) + "\n", encoding="utf-8")
+
+
+def make_console(width: int) -> Console:
+    """A console on stdout, so many columns wide where that is no terminal."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False)
 
 
 def report(
@@ -120,18 +115,11 @@ def report(
     seed: int | None,
     width: int = 120,
 ) -> None:
-    """Print a table, and write its rows to a file where one is named.
+    """Print a table on stdout, and write its rows to a file where one is named.
 
-    Args:
-        table: What is printed on stdout.
-        rows: Flat objects with units in their keys.
-        json_path: File to write.
-        seed: Of the results.
-        width: Columns where stdout is no terminal.
+    `width` counts in columns, where stdout is no terminal.
     """
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else width, highlight=False).print(table)
+    make_console(width).print(table)
     if json_path is not None:
         write_result(json_path, command_line(), seed, rows)
 

@@ -15,12 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenyard.artifact import (
-    RegisteredPolicy,
-    RegistryError,
-    RegistryLookup,
-    model_name,
-)
+from tokenyard.artifact import RegisteredPolicy, RegistryError, RegistryLookup, model_name
 from tokenyard.problem import TrainedPolicy
 
 # MLflow takes seconds to import, and most servers run without a registry: functions import it.
@@ -168,10 +163,7 @@ def _crown(client: MlflowClient, model: str, version: str) -> None:
 def offer(client: MlflowClient, model: str, artifact: TrainedPolicy) -> str:
     """Register an artifact as `candidate`, whoever is champion; return its version.
 
-    Args:
-        client: Client of the store.
-        model: Registered model, created where it is missing.
-        artifact: Logged into a run of its own, with its metrics and lineage.
+    It is logged into a run of its own, with its metrics and lineage.
 
     Raises:
         RegistryError: The registry cannot be written.
@@ -186,13 +178,9 @@ def offer(client: MlflowClient, model: str, artifact: TrainedPolicy) -> str:
 def enter(
     tracking_uri: str, model: str, artifact: TrainedPolicy, tags: Mapping[str, str]
 ) -> tuple[str, dict[str, str]]:
-    """Register an artifact that is about to be promoted; no alias moves.
+    """Register an artifact that is about to be promoted, with tags; no alias moves.
 
-    Args:
-        tracking_uri: Any URI that MLflow takes.
-        model: Registered model, made where it is missing.
-        artifact: Registered unless one of its hash is.
-        tags: Lineage and verdict, written onto the version.
+    One that is registered already, by its hash, is not registered again.
 
     Returns:
         Its version, and the model's versions by alias.

@@ -15,7 +15,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from serve_app.watched_file import WatchedFile, read_message
-from tokenyard.config import FrozenModel
+from tokenyard.config import FrozenModel, check_distinct
 
 TOKEN = "token"
 """Name of the key that is the one token of all callers."""
@@ -109,13 +109,8 @@ class KeysMessage(FrozenModel):
 
     @model_validator(mode="after")
     def _are_distinct(self) -> Self:
-        for what, values in (
-            ("name", [one.name for one in self.keys]),
-            ("sha256", [one.sha256 for one in self.keys]),
-        ):
-            if len(set(values)) < len(values):
-                twice = min(one for one in set(values) if values.count(one) > 1)
-                raise ValueError(f"{what} {twice!r} appears more than once")
+        check_distinct("name", [key.name for key in self.keys])
+        check_distinct("sha256", [key.sha256 for key in self.keys])
         reserved = {TOKEN, ADMIN_TOKEN}.intersection(one.name for one in self.keys)
         if reserved:
             raise ValueError(f"name {min(reserved)!r} is the environment's")
@@ -131,12 +126,7 @@ class KeyRing:
     """Keys, found by what a caller gives."""
 
     def __init__(self, keys: Iterable[ApiKey], without_key: CallerLimits | None = None) -> None:
-        """Hold keys.
-
-        Args:
-            keys: All of them.
-            without_key: What each address may ask for without one; None: nothing.
-        """
+        """Hold keys, and what each address may ask for without one; None: nothing."""
         self.by_name = {one.name: one for one in keys}
         self.without_key = without_key
         self.limits = {

@@ -107,14 +107,7 @@ class Meter:
     def __init__(
         self, what: Quantity, per_minute: int | None, per_day: int | None, now: Now
     ) -> None:
-        """Begin with nothing used.
-
-        Args:
-            what: The quantity.
-            per_minute: Units of a bucket; None: no bucket.
-            per_day: Most units of a day; None: there is no such limit.
-            now: The time.
-        """
+        """Begin with nothing used; None: no such limit."""
         self.what, self._per_day = what, per_day
         self._bucket = None if per_minute is None else Bucket(per_minute, now.ns)
         self._now, self._used = now, 0
@@ -294,11 +287,9 @@ class RateLimits:
         self._restored_s = 0.0
 
     def admit(self, caller: Caller, num_tokens: int) -> Grant | OverLimit | None:
-        """Let a request in, or say why not; None: nothing is limited.
+        """Let a request of so many tokens, prompt and longest answer, in, or say why not.
 
-        Args:
-            caller: Who asks.
-            num_tokens: Prompt and longest answer.
+        None: nothing is limited.
         """
         if caller is ANYBODY:
             return None

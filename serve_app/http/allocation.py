@@ -131,15 +131,7 @@ def make_router(
     note: Note = _note_nothing,
     changing: Changing = nullcontext,
 ) -> APIRouter:
-    """Lay `/v1/allocation` over an allocator.
-
-    Args:
-        allocator: Whose plan is shown and set.
-        access: Who may.
-        load_policy: Makes a policy that is asked for by name.
-        note: Is told of every change by hand.
-        changing: Surrounds it: see `StateStore.changing`.
-    """
+    """Lay `/v1/allocation` over an allocator; `note` records changes, `changing` surrounds them."""
     router = APIRouter()
     is_authorized, may_change = [Depends(access.is_authorized)], [Depends(access.may_change)]
 
@@ -211,29 +203,18 @@ def describe(allocator: Allocator) -> AllocationAnswer:
 def _card(allocator: Allocator, plan: Plan) -> PlanCard:
     demand = allocator.demand_per_s[-1] if allocator.demand_per_s else None
     usd, violations = allocator.predicted(plan, demand or 0.0)
+    table = allocator.table
     return PlanCard(
-        parallelism=plan.parallelism,
-        num_gpus=plan.num_gpus,
+        **asdict(plan),
         num_replicas=plan.num_replicas,
         tensor_parallel=plan.tensor_parallel,
         pipeline_parallel=plan.pipeline_parallel,
-        memory_fraction=plan.memory_fraction,
-        max_batch=plan.max_batch,
-        goodput_capacity_per_s=float(
-            allocator.table.goodput_capacity_per_s[allocator.table.find(plan)]
-        ),
+        goodput_capacity_per_s=float(table.goodput_capacity_per_s[table.find(plan)]),
         usd_per_slot=usd,
         violations_per_slot=None if demand is None else violations,
     )
 
 
 def _change(change: Change) -> ChangeCard:
-    return ChangeCard(
-        time_s=change.time_s,
-        by=change.by,
-        old=format_plan(change.old),
-        new=format_plan(change.new),
-        outcome=change.outcome,
-        reason=change.reason,
-        phases_s=dict(change.phases_s),
-    )
+    plans = {"old": format_plan(change.old), "new": format_plan(change.new)}
+    return ChangeCard(**asdict(change) | plans)

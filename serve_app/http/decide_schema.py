@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from serve_app.http.body import StrictBody
 from serve_app.policy.card import PolicyCard, PolicyReference
+from tokenyard.config import check_distinct
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
 
 MAX_BODY_BYTES = 1 << 20
@@ -43,13 +44,7 @@ class RequestMessage(StrictBody):
         return self
 
     def to_request(self, now_s: float, predicted_total_tokens: float, due_s: float) -> Request:
-        """Make the request that a policy sees.
-
-        Args:
-            now_s: Unix time, seconds, where the message has none.
-            predicted_total_tokens: Size where the message has none, tokens.
-            due_s: SLO of the response, seconds.
-        """
+        """Make the request that a policy sees; time and size count where the message has none."""
         total = self.predicted_total_tokens
         return Request(
             arrival_s=now_s if self.arrival_s is None else self.arrival_s,
@@ -74,10 +69,6 @@ class EngineMessage(StrictBody):
     match_tokens: Annotated[int, Field(ge=0, le=100_000_000)] = 0
     """Leading tokens of the request that are believed to be in the replica's prefix cache."""
 
-    def to_snapshot(self) -> EngineSnapshot:
-        """Make the part of the snapshot that a policy sees."""
-        return EngineSnapshot(**self.model_dump())
-
 
 class SnapshotMessage(StrictBody):
     """One candidate replica; the fields are those of `tokenyard.routing.types.ReplicaSnapshot`."""
@@ -100,19 +91,13 @@ class SnapshotMessage(StrictBody):
 
     def to_snapshot(self, arrival_s: float) -> ReplicaSnapshot:
         """Make the snapshot that a policy sees; no data becomes NaN."""
-        return ReplicaSnapshot(
-            replica_id=self.replica_id,
-            tokens_per_s=self.tokens_per_s,
-            num_slots=self.num_slots,
-            max_concurrency=self.max_concurrency,
-            num_waiting=self.num_waiting,
-            num_running=self.num_running,
-            tokens_in_flight=self.tokens_in_flight,
-            predicted_wait_s=_or_nan(self.predicted_wait_s),
-            mean_response_s=_or_nan(self.mean_response_s),
-            observed_at_s=arrival_s if self.observed_at_s is None else self.observed_at_s,
-            engine=None if self.engine is None else self.engine.to_snapshot(),
-        )
+        known = dict(self) | {
+            "predicted_wait_s": _or_nan(self.predicted_wait_s),
+            "mean_response_s": _or_nan(self.mean_response_s),
+            "observed_at_s": arrival_s if self.observed_at_s is None else self.observed_at_s,
+            "engine": None if self.engine is None else EngineSnapshot(**dict(self.engine)),
+        }
+        return ReplicaSnapshot(**known)
 
 
 class RouteMessage(StrictBody):
@@ -126,11 +111,7 @@ class RouteMessage(StrictBody):
 
     @model_validator(mode="after")
     def _ids_are_distinct(self) -> Self:
-        seen: set[str] = set()
-        for snapshot in self.snapshots:
-            if snapshot.replica_id in seen:
-                raise ValueError(f"replica_id {snapshot.replica_id!r} appears more than once")
-            seen.add(snapshot.replica_id)
+        check_distinct("replica_id", [one.replica_id for one in self.snapshots])
         return self
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ import numpy as np
 from pydantic import BaseModel, Field, model_validator
 
 from serve_app.http.body import StrictBody
+from tokenyard.config import check_distinct
 from tokenyard.regions.types import Dispatch, RegionState
 
 MAX_REGIONS = 128
@@ -68,17 +69,13 @@ class RegionsMessage(StrictBody):
         for name in ("latency_s", "previous"):
             rows = getattr(self, name)
             if rows is not None and [len(row) for row in rows] != [num] * num:
-                raise ValueError(
-                    f"{name} must have {num} rows of {num} numbers, as many as regions"
-                )
+                text = f"{num} rows of {num} numbers, as many as regions"
+                raise ValueError(f"{name} must have {text}")
         for name in ("arrivals", "forecast"):
             lengths = {len(getattr(one, name) or ()) for one in self.regions}
             if len(lengths) > 1:
                 raise ValueError(f"{name} must have equal lengths in all regions")
-        ids = [one.region_id for one in self.regions]
-        if len(set(ids)) < num:
-            twice = next(one for one in ids if ids.count(one) > 1)
-            raise ValueError(f"region_id {twice!r} appears more than once")
+        check_distinct("region_id", [one.region_id for one in self.regions])
         if self.previous is not None and any(abs(sum(row) - 1) > 1e-6 for row in self.previous):
             raise ValueError("every row of previous must sum to 1")
         return self
@@ -89,11 +86,7 @@ class RegionsMessage(StrictBody):
         return self.regions[0].forecast is not None
 
     def to_state(self, with_forecast: bool) -> RegionState:
-        """Make the state that a policy sees.
-
-        Args:
-            with_forecast: Rely on the forecast; else the last arrivals stand in for it.
-        """
+        """Make what a policy sees; without the forecast, the last arrivals stand in for it."""
         regions, num = self.regions, len(self.regions)
         arrivals = np.array([one.arrivals for one in regions], dtype=np.float64).T
         forecast = arrivals[-1:]

@@ -130,11 +130,6 @@ def learned_for(
 ) -> AllocationPolicy:
     """Make the policy of an artifact for a scenario that may not be the one it was trained on.
 
-    Args:
-        artifact: The trained policy.
-        scenario: Whose pool it is to decide for.
-        source: Where it was found, for the error.
-
     Raises:
         ValueError: It decides between other plans.
     """

@@ -68,16 +68,11 @@ class DemandGenerator(FrozenModel):
         noise = rng.normal(0.0, self.innovation_std, num_slots + warm_up)
         residual = lfilter([1.0], [1.0, -one, -two], noise)
         log = harmonics(day) @ np.array(self.profile) + level + residual[warm_up:]
-        values: FloatArray = np.clip(np.exp(log) - self.floor, 0.0, _MOST_OF_TRACE)
-        return values
+        return np.asarray(np.clip(np.exp(log) - self.floor, 0.0, _MOST_OF_TRACE))
 
 
 def harmonics(day: FloatArray) -> FloatArray:
-    """Return a constant, and cosines and sines of `CYCLES_PER_DAY`; shape (n, 25).
-
-    Args:
-        day: Time in days, shape (n,).
-    """
+    """Return a constant, and cosines and sines of `CYCLES_PER_DAY` at days; shape (n, 25)."""
     angle = 2 * np.pi * np.outer(day, CYCLES_PER_DAY)
     return np.hstack([np.ones((len(day), 1)), np.cos(angle), np.sin(angle)])
 
@@ -145,8 +140,7 @@ def read_vm_cpu() -> pd.DataFrame | None:
 
 def normalised(values: FloatArray) -> FloatArray:
     """Min-max normalise, shape (n,)."""
-    result: FloatArray = (values - values.min()) / (values.max() - values.min())
-    return result
+    return np.asarray((values - values.min()) / (values.max() - values.min()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,18 +164,13 @@ class DemandSource:
     """Where the demand of a scenario comes from, for training and for tests."""
 
     def __init__(self, demand: Demand, pool_per_s: float, slot_s: float) -> None:
-        """Find the trace.
-
-        Args:
-            demand: What the scenario says of it.
-            pool_per_s: Requests per second that the pool can serve within the SLO.
-            slot_s: Length of a slot, seconds.
+        """Find the trace; `pool_per_s` is what the pool can serve within the SLO.
 
         Raises:
             ValueError: A recorded hour is asked for and its file is not there.
         """
         self._demand, self._pool_per_s = demand, pool_per_s
-        self._slots_per_day = max(1, round(86_400 / slot_s))
+        self.slots_per_day = max(1, round(86_400 / slot_s))
         self._trace = self._find(slot_s)
 
     def _find(self, slot_s: float) -> FloatArray | None:
@@ -211,11 +200,6 @@ class DemandSource:
             return "Azure VM CPU trace: training on days 1-20, tests on days 21-30"
         return f"requests of {self._demand.source}: training on the first two thirds"
 
-    @property
-    def slots_per_day(self) -> int:
-        """Slots of a day."""
-        return self._slots_per_day
-
     def _split(self) -> int:
         assert self._trace is not None
         if self._demand.source == "vm_cpu":
@@ -235,7 +219,7 @@ class DemandSource:
         Seeds differ in the noise; of the generator in everything.
         """
         rng = np.random.default_rng([seed, _EVALUATION])
-        history = HISTORY_DAYS * self._slots_per_day
+        history = HISTORY_DAYS * self.slots_per_day
         if self._trace is None:
             values = self._generated(HISTORY_DAYS + num_days, rng)
             return DemandStream(self._scaled(values, rng), history, 0)
@@ -243,32 +227,31 @@ class DemandSource:
         return DemandStream(
             self._scaled(self._trace[start:], rng),
             self._split() - start,
-            start % self._slots_per_day,
+            start % self.slots_per_day,
         )
 
     def episode(self, num_slots: int, rng: np.random.Generator) -> DemandStream:
         """A random stretch of the training part with fresh noise, history before it."""
-        history = HISTORY_DAYS * self._slots_per_day
+        history = HISTORY_DAYS * self.slots_per_day
         length = history + num_slots
         if self._trace is None:
-            values = self._generated(-(-length // self._slots_per_day), rng)[:length]
+            values = self._generated(-(-length // self.slots_per_day), rng)[:length]
             return DemandStream(self._scaled(values, rng), history, 0)
         start = int(rng.integers(max(1, self._split() - length)))
         values = self._trace[start : min(start + length, self._split())]
         # A recorded hour may be shorter than an episode: it comes again.
         return DemandStream(
-            self._scaled(np.resize(values, length), rng), history, start % self._slots_per_day
+            self._scaled(np.resize(values, length), rng), history, start % self.slots_per_day
         )
 
     def _generated(self, num_days: int, rng: np.random.Generator) -> FloatArray:
-        slots = num_days * self._slots_per_day
-        return shipped_generator().sample(slots, rng, self._slots_per_day)
+        slots = num_days * self.slots_per_day
+        return shipped_generator().sample(slots, rng, self.slots_per_day)
 
     def _scaled(self, values: FloatArray, rng: np.random.Generator) -> FloatArray:
         low, high = self._demand.low, self._demand.high
         noise = np.exp(rng.normal(0.0, self._demand.noise, len(values)))
-        scaled: FloatArray = self._pool_per_s * (low + (high - low) * values) * noise
-        return scaled
+        return np.asarray(self._pool_per_s * (low + (high - low) * values) * noise)
 
 
 def demand_source(scenario: AllocationScenario) -> DemandSource:

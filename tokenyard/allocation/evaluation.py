@@ -10,16 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenyard.allocation.dynamics import (
-    DROPPED,
-    ENERGY_J,
-    OFFERED,
-    REWARD,
-    SERVED,
-    SWITCHED,
-    USD,
-    VIOLATIONS,
-)
+from tokenyard.allocation import dynamics as dyn
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.simulator import AllocationOutcomes
@@ -44,10 +35,10 @@ MEASURES = (
 def summarise(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) -> dict[str, float]:
     """Measure all runs of one policy together; docs/metrics.md defines every key."""
     outs = np.concatenate([one.outs for one in runs])
-    offered, violations = outs[:, OFFERED].sum(), outs[:, VIOLATIONS].sum()
+    offered, violations = outs[:, dyn.OFFERED].sum(), outs[:, dyn.VIOLATIONS].sum()
     hours = len(outs) * scenario.slot_s / 3600
-    tokens = outs[:, SERVED].sum() * scenario.generated_tokens
-    usd = outs[:, USD].sum()
+    tokens = outs[:, dyn.SERVED].sum() * scenario.generated_tokens
+    usd = outs[:, dyn.USD].sum()
     table = plan_table(scenario)
     kinds = [table.plans[i].parallelism for one in runs for i in one.plans.tolist() if i >= 0]
     shares = {
@@ -57,16 +48,16 @@ def summarise(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) 
         for kind in ("data", "model", "hybrid")
     }
     return {
-        "reward": float(outs[:, REWARD].mean()),
+        "reward": float(outs[:, dyn.REWARD].mean()),
         "cost_per_hour": float(usd / hours),
         "cost_with_penalty": float(daily_cost(scenario, runs).mean()),
         "cost_per_million_tokens": float(1e6 * usd / tokens),
         "goodput_fraction": float(1 - violations / offered),
         "slo_attainment": float(1 - violations / offered),
         "worst_day_attainment": _worst_day(scenario, runs),
-        "dropped_fraction": float(outs[:, DROPPED].sum() / offered),
-        "energy_j_per_token": float(outs[:, ENERGY_J].sum() / tokens),
-        "switches": float(outs[:, SWITCHED].sum() / len(runs)),
+        "dropped_fraction": float(outs[:, dyn.DROPPED].sum() / offered),
+        "energy_j_per_token": float(outs[:, dyn.ENERGY_J].sum() / tokens),
+        "switches": float(outs[:, dyn.SWITCHED].sum() / len(runs)),
         "refused": float(sum(one.num_refused for one in runs)),
         **shares,
     }
@@ -83,9 +74,9 @@ def daily_cost(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes])
 def _cost(scenario: AllocationScenario, outcomes: AllocationOutcomes) -> FloatArray:
     if scenario.objective is None:
         # Of a bound the reward alone is known.
-        usd = -outcomes.column(REWARD)
+        usd = -outcomes.column(dyn.REWARD)
     else:
-        usd = outcomes.column(USD) + scenario.violation_usd * outcomes.column(VIOLATIONS)
+        usd = outcomes.column(dyn.USD) + scenario.violation_usd * outcomes.column(dyn.VIOLATIONS)
     return usd * 3600 / scenario.slot_s
 
 
@@ -95,5 +86,5 @@ def _worst_day(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes])
     for one in runs:
         for start in range(0, len(one.outs) - each + 1, each):
             day = one.outs[start : start + each]
-            days.append(1 - day[:, VIOLATIONS].sum() / day[:, OFFERED].sum())
+            days.append(1 - day[:, dyn.VIOLATIONS].sum() / day[:, dyn.OFFERED].sum())
     return float(min(days)) if days else np.nan

@@ -132,12 +132,7 @@ class Forecaster(FrozenModel):
         return self._predict(inputs, slots)
 
     def outlook(self, demand_per_s: Sequence[float], end_slot: int) -> Outlook:
-        """Return what to plan on before the next slot.
-
-        Args:
-            demand_per_s: As for `forecast`.
-            end_slot: Slot of the day that comes next.
-        """
+        """Return what to plan on before the next slot; arguments as for `forecast`."""
         num = len(demand_per_s)
         at = np.arange(max(num - _FORECAST_ANEW, 0), num + 1)
         medians = self._forecast_before(demand_per_s, end_slot, at)
@@ -221,12 +216,7 @@ class Forecaster(FrozenModel):
 
 
 def fit_forecaster(streams: list[DemandStream], slots_per_day: int) -> Forecaster:
-    """Fit all horizons by ridge regression on training streams.
-
-    Args:
-        streams: Such as the training part with several draws of noise.
-        slots_per_day: Slots of a day.
-    """
+    """Fit all horizons by ridge regression on training streams."""
     designs, logs = [], []
     for stream in streams:
         slots = stream.start_slot + np.arange(len(stream.per_s))

@@ -28,11 +28,7 @@ from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.dynamics import NUM_OUT, REWARD
 from tokenyard.allocation.evaluation import MEASURES, daily_cost, summarise
 from tokenyard.allocation.plans import load_allocation
-from tokenyard.allocation.policies import (
-    ALLOCATION_BASELINES,
-    BEST_RULE,
-    make_allocation_policy,
-)
+from tokenyard.allocation.policies import ALLOCATION_BASELINES, BEST_RULE, make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario, allocation_names
 from tokenyard.allocation.simulator import AllocationOutcomes

@@ -51,10 +51,6 @@ def append_record(path: Path, record: SlotRecord) -> None:
 def read_telemetry(path: str | Path, slots_per_day: int) -> tuple[DemandStream, str]:
     """Read a file, or the `allocation.jsonl` of a folder.
 
-    Args:
-        path: File or folder.
-        slots_per_day: Slots of a day of the scenario.
-
     Returns:
         The demand of consecutive slots, all of them to be decided, and a hash of it.
 

@@ -64,12 +64,7 @@ def fit_positive(
 
 
 def fit_kernels(profiles: Sequence[KernelProfile], gpu: Gpu) -> Kernels:
-    """Fit the roofline of the matrix products, and the fixed costs of a layer.
-
-    Args:
-        profiles: What to fit.
-        gpu: On what they were measured; gives the nominal rates.
-    """
+    """Fit the roofline of the matrix products, and the fixed costs of a layer."""
     work = [_nominal_s(profile, gpu) for profile in profiles]
     compute_s, memory_s = (np.concatenate(part) for part in zip(*work, strict=True))
     linear_s = np.concatenate([profile.linear_s for profile in profiles])
@@ -155,9 +150,7 @@ def kernel_cross_validated_mape(profiles: Sequence[KernelProfile], gpu: Gpu) -> 
 def fit_collective(profile: CollectiveProfile, kind: str) -> Collective:
     """Fit latency and bandwidth of one collective.
 
-    Args:
-        profile: Its times.
-        kind: `all_reduce`, whose traffic is 2 (n - 1) / n of the message, or `send_recv`.
+    The traffic of `all_reduce` is 2 (n - 1) / n of the message; the other kind is `send_recv`.
     """
     traffic = profile.message_bytes * _traffic_share(profile, kind)
 
@@ -219,12 +212,7 @@ MEASURED_LINKS = {
 
 
 def fit_link(folder: Path, measured: MeasuredLink) -> Link:
-    """Fit every collective of one link.
-
-    Args:
-        folder: Where Vidur's files are.
-        measured: Which of them.
-    """
+    """Fit every collective of one link."""
     fitted = {
         kind: {p.num_gpus: fit_collective(p, kind) for p in measured.read(folder, kind)}
         for kind in measured.kinds
@@ -314,11 +302,7 @@ def fit_replica(profile: IterationProfile, replica: Replica) -> Calibration:
     """Fit the kernels and the engine of a replica on one GPU to its own iterations.
 
     Fixed costs of layers and of the iteration cannot be told apart by one model's times: the fit is
-    good for that model, and for no other.
-
-    Args:
-        profile: What was measured; prompt tokens of an iteration are taken as one whole prompt.
-        replica: On what; its own calibration is where the fit begins.
+    good for that model, and for no other. Prompt tokens of an iteration are taken as one prompt.
     """
     known = replica.calibration
 

@@ -68,10 +68,6 @@ def find_vidur_profiles() -> Path | None:
 def read_kernel_profiles(folder: Path, gpu: str) -> list[KernelProfile]:
     """Read the MLP profiles of one GPU (`a100`, `h100`), one per model and degree.
 
-    Args:
-        folder: Where Vidur's files are.
-        gpu: Prefix of their names.
-
     Raises:
         FileNotFoundError: A file is missing.
     """
@@ -97,12 +93,9 @@ def _median_s(frame: pd.DataFrame, name: str) -> FloatArray:
 
 
 def read_collective_profiles(folder: Path, node: str, collective: str) -> list[CollectiveProfile]:
-    """Read the profiles of one kind of node, one per number of GPUs and of GPUs per node.
+    """Read the profiles of `all_reduce` or `send_recv` on one kind of node, such as `a100_dgx`.
 
-    Args:
-        folder: Where Vidur's files are.
-        node: Such as `a100_dgx`.
-        collective: `all_reduce` or `send_recv`.
+    One per number of GPUs and of GPUs per node.
 
     Raises:
         FileNotFoundError: A file is missing.

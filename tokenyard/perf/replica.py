@@ -133,11 +133,6 @@ class Replica:
         """Sequences of these mean lengths that are decoded at once; 0: out of memory.
 
         A sequence holds on average its context and half of its output.
-
-        Args:
-            context_tokens: Mean prompt length.
-            generated_tokens: Mean output length.
-            limit: The engine's own limit.
         """
         return min(limit, int(self.kv_capacity_tokens / (context_tokens + generated_tokens / 2)))
 

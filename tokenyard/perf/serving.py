@@ -13,11 +13,6 @@ def prefill_s(replica: Replica, prompt_tokens: Numbers, num_prompts: Numbers = 1
     """Time from start to first token of prompts that are processed together and alone, seconds.
 
     Through a pipeline they pass as one micro-batch: every stage waits for the one before.
-
-    Args:
-        replica: On what it runs.
-        prompt_tokens: Length of each prompt.
-        num_prompts: How many prompts of that length.
     """
     prompt = np.asarray(prompt_tokens, float)
     tokens = prompt * np.asarray(num_prompts, float)
@@ -26,13 +21,7 @@ def prefill_s(replica: Replica, prompt_tokens: Numbers, num_prompts: Numbers = 1
 
 
 def decode_s(replica: Replica, sequences: Numbers, context_tokens: Numbers) -> FloatArray:
-    """Time per output token (TPOT) of sequences decoding together, seconds.
-
-    Args:
-        replica: On what it runs.
-        sequences: How many.
-        context_tokens: Their mean length so far.
-    """
+    """Time per output token (TPOT) of sequences decoding together, seconds."""
     sequences = np.asarray(sequences, float)
     return iteration_s(replica, 0, sequences, sequences * np.asarray(context_tokens, float))
 

@@ -39,13 +39,7 @@ class ActivationRule:
 
 
 def targets(state: RegionState, shares: FloatArray, rule: ActivationRule) -> IntArray:
-    """Return the servers that should be on, shape (R,); at least one where any is there.
-
-    Args:
-        state: What is known.
-        shares: The plan, shape (R, R).
-        rule: Parameters.
-    """
+    """Return the servers that should be on, shape (R,); at least one where any is there."""
     return targets_for(state, inflows(state.forecast[: rule.lead_slots], shares).max(axis=0), rule)
 
 

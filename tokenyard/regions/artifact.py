@@ -74,9 +74,7 @@ def _network(artifact: RegionArtifact, rule: ActivationRule) -> RegionNetwork:
     return RegionNetwork(network, metadata.action, rule, metadata.dispatch, metadata.scenarios)
 
 
-KINDS: dict[str, RegionKind] = {
-    "network": RegionKind(check=_check_network, policy=_network),
-}
+KINDS: dict[str, RegionKind] = {"network": RegionKind(check=_check_network, policy=_network)}
 """Kind of an artifact to what there is to know of it."""
 
 

@@ -136,11 +136,7 @@ def fit_seasonal(
 ) -> SeasonalForecaster:
     """Fit profile, memory and fading to days of training.
 
-    Args:
-        scenario: Whose demand.
-        seed: Of the training days.
-        quantile: Forecast this quantile of what comes one slot ahead; None: its mean.
-        num_days: Training days.
+    A forecast is the given quantile of what comes one slot ahead; None: its mean.
     """
     days = training_counts(scenario, seed, num_days)
     mean = days.mean(axis=0)

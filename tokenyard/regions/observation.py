@@ -60,12 +60,7 @@ def wanted_shares(state: RegionState) -> FloatArray:
 
 
 def shares_of(outputs: FloatArray, state: RegionState, action: Action) -> FloatArray:
-    """Return the shares that an action means, shape (R, R).
-
-    Args:
-        outputs: Shape (action_size,).
-        state: What they are for.
-        action: What they are.
+    """Return the shares that an action means, shape (R, R); `outputs` has shape (action_size,).
 
     Raises:
         ValueError: Outputs that are not finite.

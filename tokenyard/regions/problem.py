@@ -117,11 +117,7 @@ PROBLEM = Regions()
 
 
 def episodes(
-    scenario: RegionScenario,
-    purpose: Purpose,
-    count: int,
-    seed: int,
-    forecaster: DemandForecaster,
+    scenario: RegionScenario, purpose: Purpose, count: int, seed: int, forecaster: DemandForecaster
 ) -> Episodes:
     """Draw episodes that every policy lives through with a forecaster of one's own."""
     drawn = [sample_stream(scenario, stream_rng(seed, _PARTS[purpose], i)) for i in range(count)]

@@ -112,12 +112,9 @@ class KnobSearch(CrossEntropy):
         }
 
     def costs(self, candidates: FloatArray, part: str, index: int) -> FloatArray:
-        """Costs of candidates on one drawn layout and stream, 1 for what is as good as the start.
+        """Costs of candidates, shape (candidates, parameters), on one drawn layout and stream.
 
-        Args:
-            candidates: Shape (candidates, parameters).
-            part: Training or validation.
-            index: Which layout and stream of it.
+        1 is as good as the start.
         """
         drawn = draw_layout(self.scenarios[index % len(self.scenarios)], self.seed, part, index)
         stream = sample_stream(drawn, stream_rng(self.seed, part, index))
@@ -136,12 +133,7 @@ class KnobSearch(CrossEntropy):
         return measure(run_regions(drawn, stream, self.policy(theta, drawn), forecaster))
 
     def validate(self, theta: FloatArray | None = None, num_layouts: int = 4) -> float:
-        """Mean cost over layouts and streams that no search saw.
-
-        Args:
-            theta: Parameters; None: the centre of the search.
-            num_layouts: How many.
-        """
+        """Mean cost on unseen layouts and streams; None: of the centre of the search."""
         centre = (self.mean if theta is None else theta)[None]
         return float(
             np.mean([self.costs(centre, "validation", index) for index in range(num_layouts)])

@@ -61,39 +61,21 @@ MOST_ENTRY_S = 60.0
 FAILED = "failed_decisions_fraction"
 """Share of a URL's decisions that failed, and went round robin."""
 
-_OWN_LOAD = None
 _QUICK: tuple[tuple[str, float | None], ...] = (
-    ("poisson_085", _OWN_LOAD),
-    ("azure_code_slo", _OWN_LOAD),
-    ("conversation_mixed_gpus", 0.5),
-    ("multi_turn_prefix", _OWN_LOAD),
-    ("code_generation@mixed", _OWN_LOAD),
-)
+    ("poisson_085", None), ("azure_code_slo", None), ("conversation_mixed_gpus", 0.5),
+    ("multi_turn_prefix", None), ("code_generation@mixed", None),
+)  # fmt: skip
+"""Scenarios and their loads; None: their own."""
 _MORE: tuple[tuple[str, float | None], ...] = (
-    ("conversation", _OWN_LOAD),
-    ("poisson_050", _OWN_LOAD),
-    ("poisson_095", _OWN_LOAD),
-    ("bursty_serial", _OWN_LOAD),
-    ("homogeneous", _OWN_LOAD),
-    ("slotted", _OWN_LOAD),
-    ("thirty_two", _OWN_LOAD),
-    ("azure_code_mixed_gpus", _OWN_LOAD),
-    ("azure_code_slo", 0.5),
-    ("conversation_mixed_gpus", _OWN_LOAD),
-    ("stale_signals", _OWN_LOAD),
-    ("two_classes_slo", _OWN_LOAD),
-    ("conversation_measured_gpus", _OWN_LOAD),
-    ("churn", _OWN_LOAD),
-    ("emulated", _OWN_LOAD),
-    ("local_cpu", _OWN_LOAD),
-    ("agentic_trace_replay@mixed", _OWN_LOAD),
-    ("batch_summarization_rag@mixed", _OWN_LOAD),
-    ("deep_research@equal", _OWN_LOAD),
-    ("interactive_chat@mixed", _OWN_LOAD),
-    ("mooncake_toolagent@equal", _OWN_LOAD),
-    ("reasoning@mixed", _OWN_LOAD),
-    ("conversation_drift@jitter", _OWN_LOAD),
-)
+    ("conversation", None), ("poisson_050", None), ("poisson_095", None), ("bursty_serial", None),
+    ("homogeneous", None), ("slotted", None), ("thirty_two", None), ("azure_code_mixed_gpus", None),
+    ("azure_code_slo", 0.5), ("conversation_mixed_gpus", None), ("stale_signals", None),
+    ("two_classes_slo", None), ("conversation_measured_gpus", None), ("churn", None),
+    ("emulated", None), ("local_cpu", None), ("agentic_trace_replay@mixed", None),
+    ("batch_summarization_rag@mixed", None), ("deep_research@equal", None),
+    ("interactive_chat@mixed", None), ("mooncake_toolagent@equal", None), ("reasoning@mixed", None),
+    ("conversation_drift@jitter", None),
+)  # fmt: skip
 _RECORDED = ("bursty_serial", "azure_code_mixed_gpus", "conversation_mixed_gpus")
 """Scenarios whose recorded test part is a cell too, where its file is found."""
 _QUICK_SEALED: tuple[DrawnKind, ...] = ("engines",)
@@ -151,12 +133,7 @@ Measured = Mapping[str, FloatArray]
 
 
 def find_cells(quick: bool, sealed_seed: int) -> list[Cell]:
-    """Return the cells, of which the last are drawn.
-
-    Args:
-        quick: Only 6 of the 32, and none that is recorded.
-        sealed_seed: Draws the fleets and loads of sealed cells.
-    """
+    """Return the 32 cells, or 6 that are not recorded; `sealed_seed` draws those that come last."""
     known = _QUICK if quick else _QUICK + _MORE
     kinds = _QUICK_SEALED if quick else _QUICK_SEALED + _MORE_SEALED
     drawn = [
@@ -286,10 +263,6 @@ def play_all(matches: Sequence[Match], mapped: Map) -> list[Measured | str]:
     """Play matches; of those that failed the reason, a sentence.
 
     Rules of files and URLs play in processes of their own, since they may hang.
-
-    Args:
-        matches: In any order.
-        mapped: Shares the others out.
     """
     ours = [one for one in matches if one.entry.kind not in _THEIRS]
     found = dict(zip(map(id, ours), mapped(_try, ours), strict=True))
@@ -368,11 +341,7 @@ def rows_of_cell(cell: Cell, found: Mapping[Entry, Measured], seed: int) -> list
 
 
 def board(rows: Sequence[Row]) -> list[Row]:
-    """Sum up every entry over its cells: those that play in most cells first, then by mean regret.
-
-    Args:
-        rows: Of all cells.
-    """
+    """Sum up every entry over its cells: those in most cells first, then by mean regret."""
     of_entry: dict[str, list[Row]] = {}
     for row in rows:
         of_entry.setdefault(str(row["entry"]), []).append(row)

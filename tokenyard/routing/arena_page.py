@@ -21,14 +21,9 @@ def write_page(
     failed: Sequence[str],
     told: Sequence[str],
 ) -> None:
-    """Write the page; its folder is created.
+    """Write the page of `arena.rows_of_cell` and `arena.board`; its folder is created.
 
-    Args:
-        path: Of the page.
-        rows: Of every entry in every cell (`arena.rows_of_cell`).
-        summed: Of every entry (`arena.board`).
-        failed: Sentences on entries that failed.
-        told: What was run, with what.
+    `failed` are sentences on entries that failed, `told` what was run, with what.
     """
     environment = Environment(
         loader=PackageLoader("tokenyard.routing", "."), autoescape=True, trim_blocks=True,

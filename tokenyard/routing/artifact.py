@@ -204,11 +204,7 @@ def _run_network(artifact: PolicyArtifact, sim: PolicySimulator) -> None:
 def network_preferences(
     artifact: PolicyArtifact, observations: npt.NDArray[np.float32]
 ) -> FloatArray:
-    """Preferences of an exported network for many observations at once.
-
-    Args:
-        artifact: A policy of kind `mlp`.
-        observations: Shape (num, size).
+    """Preferences of an exported `mlp` for observations of shape (num, size).
 
     Returns:
         Shape (num, num_replicas), higher is better.
@@ -248,18 +244,14 @@ KINDS: dict[str, RoutingKind] = {
 def learned_policy(artifact: PolicyArtifact, started_at: datetime | None = None) -> ScoringPolicy:
     """Make the policy of an artifact's kind, ready for one stream of requests.
 
-    Args:
-        artifact: The trained policy.
-        started_at: Calendar time of second 0, where training traffic had a calendar.
+    `started_at` is the calendar time of second 0, where training traffic had a calendar.
     """
     metadata, arrays = artifact.metadata, artifact.arrays
     return KINDS[metadata.kind].policy(metadata, arrays, started_at)
 
 
 def resolve_champion(
-    scenario: str,
-    path: str | Path | None = None,
-    registry: RegistryLookup | None = None,
+    scenario: str, path: str | Path | None = None, registry: RegistryLookup | None = None
 ) -> tuple[PolicyArtifact, str]:
     """Find the policy that `champion` means, and say where it was found.
 

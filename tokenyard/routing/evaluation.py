@@ -89,5 +89,4 @@ def _resample(bootstrap: BlockBootstrap, run: Run, slo_s: float) -> dict[str, Fl
 
 
 def _row_means(values: FloatArray) -> FloatArray:
-    means: FloatArray = values.mean(axis=1)
-    return means
+    return np.asarray(values.mean(axis=1))

@@ -212,11 +212,6 @@ def token_histograms(context: FloatArray, total: FloatArray, credit: str = "") -
 
     The longest half per cent lies beyond the axes, which would be empty otherwise; titles name
     the longest request.
-
-    Args:
-        context: Context tokens of every request, shape (num_requests,).
-        total: Context plus generated tokens, shape (num_requests,).
-        credit: Source of the data, printed small.
     """
     figure = new_figure(2.6, credit)
     panels = figure.subplots(1, 3)
@@ -247,21 +242,12 @@ def request_counts(arrival_s: FloatArray, credit: str = "") -> Figure:
 
 
 def draw_evaluation(
-    scenario: Scenario,
-    runs: Mapping[str, Sequence[Run]],
-    rows: Sequence[Row],
-    credit: str,
+    scenario: Scenario, runs: Mapping[str, Sequence[Run]], rows: Sequence[Row], credit: str
 ) -> dict[str, Figure]:
     """Draw every figure of one evaluation, by the name of its file.
 
     Figures of one stream show the first; those that need a panel per policy show at most three:
     the first that was named, the one in the middle of the order of mean response, and the best.
-
-    Args:
-        scenario: Where the policies ran.
-        runs: Of every policy over the same streams.
-        rows: What `tokenyard.evaluation.compare` said of them.
-        credit: Source of the data, printed small.
     """
     slo_s = scenario.slo_response_s
     some = {name: runs[name][0] for name in _featured(rows)}

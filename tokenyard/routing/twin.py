@@ -42,12 +42,9 @@ class Agreement:
 def runners(
     scenario: Scenario, policies_of: str, policies: Iterable[str]
 ) -> dict[str, Runner[Scenario, StreamSet, Run]]:
-    """What runs each policy in the simulator, by the name that it has live.
+    """What runs each policy in the simulator of the live replicas, by the name that it has live.
 
-    Args:
-        scenario: The live replicas.
-        policies_of: Scenario whose champion and tuned rules decide.
-        policies: Their names; `ray_default` stands for the power of two choices.
+    `policies_of` is the scenario whose champion and tuned rules decide.
 
     Raises:
         ValueError: A policy is unknown or does not fit the replicas.
@@ -59,14 +56,7 @@ def runners(
 def simulate(
     scenario: Scenario, policies_of: str, trace: Trace, policies: Iterable[str], seed: int
 ) -> dict[str, dict[str, float]]:
-    """Run requests through the simulator, policy by policy.
-
-    Args:
-        scenario: The live replicas.
-        policies_of: As of `runners`.
-        trace: What was sent, in its own time.
-        policies: As of `runners`.
-        seed: Of policies that draw by themselves.
+    """Run what was sent through the simulator, policy by policy; arguments as of `runners`.
 
     Returns:
         The metrics of `tokenyard.routing.evaluation.summarise` by policy, means over a few runs.

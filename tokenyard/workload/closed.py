@@ -28,14 +28,6 @@ def draw_closed(
     The first session of a client is under way already. A session is left where every client has
     had its share of the requests, so that all clients are there from beginning to end.
 
-    Args:
-        sessions: What is said, and for how long clients think.
-        num_requests: How many, over all clients.
-        num_clients: Most requests that are in flight or thought of.
-        rng: Source of all randomness.
-        model: Whose output lengths answers have, unless `sessions` tells them.
-        block_tokens: Tokens of a prefix block.
-
     Raises:
         ValueError: There are fewer requests than clients.
     """

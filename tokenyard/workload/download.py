@@ -75,11 +75,6 @@ def fetch(source: Source, target: Path, on_progress: Progress = lambda done, tot
     that an interrupted download goes on where it stopped and nobody reads half a trace. It starts
     over where the file has changed since, or its server does not tell.
 
-    Args:
-        source: Where from.
-        target: The file to write; its folder is created.
-        on_progress: See `Progress`.
-
     Returns:
         What the file was checked against, in words.
 

@@ -128,14 +128,8 @@ def read_trace(
     """Read a trace file of any known layout, packed by gzip or not.
 
     Rows that are out of order are sorted. Requests that failed, which BurstGPT's traces have, are
-    left out.
-
-    Args:
-        path: The file.
-        on_bad_row: `raise` stops at the first bad row; `skip` leaves bad rows out.
-        time_unit: Of times that are numbers; None: found out.
-        block_tokens: Tokens that a hash id stands for; None: those of the layout.
-        tell: Is called with a line that says what was recognised.
+    left out. Units of times and blocks are found out where they are None. `tell` is called with a
+    line that says what was recognised.
 
     Returns:
         The trace, and how many bad rows were left out.
@@ -282,11 +276,7 @@ def _json_rows(path: Path, layout: _Layout) -> Iterator[_Row]:
 
 
 def _from_rows(
-    path: Path,
-    rows: list[_Row],
-    layout: _Layout,
-    time_unit: TimeUnit | None,
-    on_bad_row: OnBadRow,
+    path: Path, rows: list[_Row], layout: _Layout, time_unit: TimeUnit | None, on_bad_row: OnBadRow
 ) -> _Found:
     """Build the trace from the good rows; see `read_trace` for what happens to the others."""
     if not rows:

@@ -75,14 +75,8 @@ class Sessions(FrozenModel):
     ) -> Trace:
         """Draw requests of conversations that begin as a Poisson process.
 
-        Args:
-            num_requests: How many.
-            rng: Source of all randomness.
-            rate_per_s: Mean rate of requests, per second.
-            model: Whose output lengths answers have, unless `answer_tokens` tells them.
-            block_tokens: Tokens of a prefix block, at least 1; block k of a prompt is told by one
-                number that stands for all up to its end. An answer's blocks are told with its
-                request.
+        Block k of a prompt is told by one number that stands for all up to its end; an answer's
+        blocks are told with its request.
 
         Returns:
             A trace with `prefix_hashes`, its first request at second 0.
@@ -187,14 +181,7 @@ class Sessions(FrozenModel):
     def trace(
         self, turns: Turns, order: IntArray, arrival_s: FloatArray, block_tokens: int
     ) -> Trace:
-        """Some turns as a trace.
-
-        Args:
-            turns: Of all sessions.
-            order: Which of them, in order of arrival, shape (n,).
-            arrival_s: When they arrive, seconds, shape (n,); the first becomes second 0.
-            block_tokens: Tokens of a prefix block.
-        """
+        """Some turns, in order of arrival, as a trace; the first arrives at second 0."""
         shared = self.system_prompt_tokens // block_tokens
         longest = int((turns.context + turns.answer).max()) // block_tokens + 1
         hashes = []
