@@ -163,7 +163,7 @@ class DataPath:
         return InferenceRequest(
             name, ids, longest, call, generation is not None, model=model.name,
             tenant=self._tenant(scope, caller), caller=caller, hashed=prompt, learn=learn,
-            trace=_headers(scope, TRACE) if self._gateway.is_traced else b"",
+            trace=_headers(scope, TRACE) if self._gateway.tracing is not None else b"",
         )  # fmt: skip
 
     def _tenant(self, scope: Scope, caller: Caller) -> str:
