@@ -6,7 +6,6 @@ import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection
-from starlette.types import Scope
 
 from serve_app.gateway.callers import (
     ADMIN_TOKEN,
@@ -24,7 +23,6 @@ from serve_app.policy.audit_log import ACTOR
 _PROXY_HEADERS = ("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip")
 _PROXY_PREFIXES = ("x-forwarded-", "cf-", "x-envoy-", "x-original-")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-_CALLER = "caller"
 _KEY_HEADERS = ("authorization", "x-api-key")
 """OpenAI's clients have the first, Anthropic's the second."""
 
@@ -188,17 +186,6 @@ class Access:
             return None
         found = (ring.find(given.strip()) for ring in self._rings())
         return next((one for one in found if one is not None), None)
-
-
-def note_caller(scope: Scope, caller: Caller) -> None:
-    """Write down who asks, for whoever handles the request."""
-    scope.setdefault("state", {})[_CALLER] = caller
-
-
-def caller_of(scope: Scope) -> Caller:
-    """Return who asks."""
-    found: Caller = scope.get("state", {}).get(_CALLER, ANYBODY)
-    return found
 
 
 def _address_of(request: HTTPConnection) -> str:

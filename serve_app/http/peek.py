@@ -53,15 +53,6 @@ class Peek:
         return None
 
 
-def peek(body: bytes) -> Peek:
-    """Read what matters of a body.
-
-    Raises:
-        BadRequest: As `read_fields`.
-    """
-    return _peek(read_fields(body))
-
-
 def peek_form(body: bytes, content_type: str) -> Peek:
     """Read what matters of `multipart/form-data`, which files of sound come in.
 
@@ -83,10 +74,11 @@ def peek_form(body: bytes, content_type: str) -> Peek:
             fields[name[1].decode("latin-1")] = body[start:end].decode("utf-8", "replace")
             model_at = (start, end) if name[1] == b"model" else model_at
     fields["stream"] = fields.get("stream", "").lower() in ("true", "1")
-    return _peek(fields, model_at)
+    return peek(fields, model_at)
 
 
-def _peek(fields: dict[str, Any], model_at: tuple[int, int] | None = None) -> Peek:
+def peek(fields: dict[str, Any], model_at: tuple[int, int] | None = None) -> Peek:
+    """Pick what matters from the fields of a body; `model_at` is of a form."""
     model = fields.get("model")
     named = next((fields[key] for key in _LENGTHS if type(fields.get(key)) is int), 0)
     names = (fields.get("service_tier"), fields.get("priority"))
