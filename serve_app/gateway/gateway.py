@@ -221,7 +221,17 @@ class Gateway:
             Draining: The gateway is about to end.
             Refused: Too much is in flight, or its caller has asked for too much.
         """
-        self._check_room(service_class)
+        if self.draining:
+            self.metrics.refused.labels("draining").inc()
+            raise Draining("the gateway is about to end; ask another")
+        limit = self.cluster.limits.max_in_flight * service_class.admitted_fraction
+        if self.in_flight >= max(limit, 1):
+            self.metrics.refused.labels("too many in flight").inc()
+            raise Refused(
+                f"{self.in_flight} requests are in flight, which is all that class "
+                f"{service_class.name!r} may add to",
+                self._retry_after_s(),
+            )
         model = self._catalog.find(request.model)
         assert model is not None  # Others are refused where bodies are read.
         most_tokens = self.max_tokens_of(model)
@@ -299,19 +309,6 @@ class Gateway:
                     metrics.host.labels(replica_id, quantity).set(value)
         if self.log is not None:
             metrics.log_lines_lost.set(self.log.num_lost)
-
-    def _check_room(self, service_class: SloClass) -> None:
-        if self.draining:
-            self.metrics.refused.labels("draining").inc()
-            raise Draining("the gateway is about to end; ask another")
-        limit = self.cluster.limits.max_in_flight * service_class.admitted_fraction
-        if self.in_flight >= max(limit, 1):
-            self.metrics.refused.labels("too many in flight").inc()
-            raise Refused(
-                f"{self.in_flight} requests are in flight, which is all that class "
-                f"{service_class.name!r} may add to",
-                self._retry_after_s(),
-            )
 
     def _grant(
         self, request: InferenceRequest, downstream: Downstream, most_tokens: float

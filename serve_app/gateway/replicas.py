@@ -341,7 +341,7 @@ class ReplicaTable:
         self._at: list[ReplicaState | None] = [None] * _FIRST_ROWS
         self._sets: dict[bytes, Candidates] = {}
         self._match_tokens: IntArray = np.zeros(_FIRST_ROWS, dtype=np.int64)
-        """Of the prompt that was asked for last, by row."""
+        """Tokens of the last prompt that are believed to be cached, by row."""
         self._rows: IntArray | None = None
         """In the order of adding; None: not known since replicas came or went."""
         self._scratch: IntArray = np.zeros(0, dtype=np.int64)
@@ -416,28 +416,23 @@ class ReplicaTable:
             rows: As `offered` has them, shape (num,).
             prompt: To be placed.
         """
+        matches = self._match_tokens
+        matches.fill(0)
+        for block_tokens, prefixes in self._prefixes.items():
+            if block_tokens:
+                # The last token is always computed.
+                most = (len(prompt.token_ids) - 1) // block_tokens
+                prefixes.match(prompt.blocks(block_tokens)[:most], block_tokens, matches)
+        if prompt.scale != 1.0 and any(self._prefixes):
+            matches[:] = matches * prompt.scale
         live = np.empty((len(rows), columns.NUM_LIVE))
-        fill_live(self.state, rows, self._matches(prompt), *self._mean_lengths_tokens, live)
+        fill_live(self.state, rows, matches, *self._mean_lengths_tokens, live)
 
         def count_blocks(block_tokens: int) -> FloatArray:
             replicas = map(self.at, rows.tolist())
             return np.array([float(one.prompt_blocks(prompt, block_tokens)) for one in replicas])
 
         return SnapshotTable(self._candidates(rows), live, count_blocks)
-
-    def _matches(self, prompt: Prompt) -> IntArray:
-        """Leading tokens of a prompt that are believed to be cached, by row."""
-        matches = self._match_tokens
-        matches.fill(0)
-        for block_tokens, prefixes in self._prefixes.items():
-            if not block_tokens:
-                continue
-            # The last token is always computed.
-            most = (len(prompt.token_ids) - 1) // block_tokens
-            prefixes.match(prompt.blocks(block_tokens)[:most], block_tokens, matches)
-        if prompt.scale != 1.0 and any(self._prefixes):
-            matches[:] = matches * prompt.scale
-        return matches
 
     def _candidates(self, rows: IntArray) -> Candidates:
         key = rows.tobytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from starlette.types import Scope
@@ -19,16 +20,15 @@ class Leavable(Protocol):
     """Is called when the caller leaves."""
 
 
+@dataclass(slots=True)
 class CallerConnection:
     """What a request of this listener can do beside ASGI, whose calls may wait.
 
     Only a task can wait, and to make or to wake one takes longer than to write a token.
     """
 
-    __slots__ = ("_cycle", "_protocol")
-
-    def __init__(self, protocol: Leavable, cycle: RequestResponseCycle) -> None:
-        self._protocol, self._cycle = protocol, cycle
+    _protocol: Leavable
+    _cycle: RequestResponseCycle
 
     @property
     def has_body(self) -> bool:

@@ -196,8 +196,10 @@ class DataPath:
         self, peeked: Peek, model: str
     ) -> tuple[Sequence[int], Prompt | None, Callable[[int], None] | None]:
         """The prompt of a body that endpoints tokenise, and who is told how long it was."""
-        if (ids := peeked.token_ids) is not None:
-            return ids, None, None
+        for name in ("prompt", "input", "input_ids"):
+            ids = peeked.fields.get(name)
+            if isinstance(ids, list) and ids and all(type(one) is int for one in ids):
+                return ids, None, None
         prompts, tokenizer = self._prompts[model], self._tokenizers[model]
         size = PromptSize(peeked.fields, prompts.images)
         if not isinstance(tokenizer, EstimatingTokenizer):

@@ -87,21 +87,16 @@ class PendingBodies:
         # Who stands before an endpoint may go up where a path says so.
         return path in self._paths or (path.startswith(self._prefixes) and "/." not in path)
 
-    async def read(
-        self, receive: Receive, max_bytes: int = MAX_BODY_BYTES, is_there: bool = False
-    ) -> bytes | None:
+    async def read(self, receive: Receive, max_bytes: int = MAX_BODY_BYTES) -> bytes | None:
         """Read a body; None: the caller has left.
 
         Args:
             receive: Gives pieces of it.
             max_bytes: Longest that is read.
-            is_there: Whether all of it has come, so that nothing is waited for.
 
         Raises:
             TooMuch: It is too large, late, or the oldest of too many.
         """
-        if is_there:
-            return await _read(receive, max_bytes)
         if len(self._waiting) >= self._most:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
@@ -181,8 +176,10 @@ class Intake:
             ):
                 return caller, b""
             connection = connection_of(scope)
-            is_there = connection is not None and connection.has_body
-            body = await self._bodies.read(receive, max_bytes, is_there)
+            if connection is not None and connection.has_body:
+                body = await _read(receive, max_bytes)  # Nothing is waited for.
+            else:
+                body = await self._bodies.read(receive, max_bytes)
             if body and codings:
                 # As it is from now on.
                 scope["headers"] = [one for one in scope["headers"] if one[0] not in _OF_CODED]

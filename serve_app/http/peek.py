@@ -43,15 +43,6 @@ class Peek:
         given = self.fields.get("priority")
         return None if isinstance(given, str) else given
 
-    @property
-    def token_ids(self) -> list[int] | None:
-        """The prompt where it is given in tokens; None: it is not."""
-        for name in ("prompt", "input", "input_ids"):
-            ids = self.fields.get(name)
-            if isinstance(ids, list) and ids and all(type(one) is int for one in ids):
-                return ids
-        return None
-
 
 def peek_form(body: bytes, content_type: str) -> Peek:
     """Read what matters of `multipart/form-data`, which files of sound come in.

@@ -80,9 +80,9 @@ class PromptSize:
             self._measure("".join(parts) if len(kinds) > 1 else self.text, kind)
         if self._num_messages:
             self.expected[_MESSAGES] += self._num_messages * _PRIORS[_MESSAGES]
-            self.expected[_IS_CHAT] += 1 * _PRIORS[_IS_CHAT]
+            self.expected[_IS_CHAT] += _PRIORS[_IS_CHAT]
         if _TOOLS in self.expected:
-            self.expected[_HAS_TOOLS] += 1 * _PRIORS[_HAS_TOOLS]
+            self.expected[_HAS_TOOLS] += _PRIORS[_HAS_TOOLS]
 
     def _measure(self, text: str, kind: int) -> None:
         """Count letters and marks, which take four times as many tokens, as spaces take none."""
@@ -93,9 +93,8 @@ class PromptSize:
             self.expected[_WIDE] += (num_wide - num_more) * _PRIORS[_WIDE]
             self.expected[_WIDE + 1] += num_more * _PRIORS[_WIDE + 1]
         self.expected[kind] += (len(data) - len(rest) - num_wide) * _PRIORS[kind]
-        self.expected[kind + 1] += (len(rest) - rest.count(b" ") - rest.count(b"\n")) * _PRIORS[
-            kind + 1
-        ]
+        num_marks = len(rest) - rest.count(b" ") - rest.count(b"\n")
+        self.expected[kind + 1] += num_marks * _PRIORS[kind + 1]
 
     def _read(self, value: Any, kind: int, depth: int) -> None:
         what = type(value)
@@ -125,9 +124,8 @@ class PromptSize:
             held = part.get("image_url") or part.get("source") or part.get("image")
             found = held if isinstance(held, dict) else {"url": held, "detail": part.get("detail")}
             image = str(found.get("url") or found.get("data"))
-            self.expected[_COUNTED] += (
-                self._images(*size_of(image), found.get("detail") == "low") * _PRIORS[_COUNTED]
-            )
+            num_tokens = self._images(*size_of(image), found.get("detail") == "low")
+            self.expected[_COUNTED] += num_tokens * _PRIORS[_COUNTED]
             self._pieces.append((_NAME, image[-_NAME_LENGTH:]))
             return
         for one in (role, named):
