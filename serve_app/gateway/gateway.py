@@ -150,8 +150,10 @@ class Gateway:
     def service_class(self, name: str | None) -> SloClass | None:
         """Return the class of that name, the first for None; None: there is none."""
         classes = self.cluster.classes
-        found = next((one for one in classes if one.name == name), None) if name else None
-        return classes[0] if found is None and (not name or name in _TIERS) else found
+        if not name:
+            return classes[0]
+        named = next((known for known in classes if known.name == name), None)
+        return classes[0] if named is None and name in _TIERS else named
 
     async def serve(
         self, request: InferenceRequest, service_class: SloClass, downstream: Downstream

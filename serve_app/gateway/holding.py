@@ -95,7 +95,7 @@ class Holding:
     def _expected_wait_s(self) -> float:
         """Twice the mean age: in a line that moves steadily ages are uniform up to the wait."""
         now_s = self._clock_s()
-        ages_s = [now_s - one.since_s for one in self._line.in_order(now_s)]
+        ages_s = [now_s - held.since_s for held in self._line.in_order(now_s)]
         return 2.0 * fmean(ages_s) if ages_s else 0.0
 
     async def _wait(self, held: _Held, most_s: float) -> Pick:
@@ -163,12 +163,14 @@ class Holding:
         now_s, settings = self._clock_s(), self._settings
         waiting = [
             {
-                "request_id": one.answer.request.request_id, "waited_s": now_s - one.since_s,
-                "tenant": one.answer.request.tenant, "prompt_tokens": one.answer.prompt.num_tokens,
-                "replicas_that_failed": len(one.answer.tried),
-                "pools": self._placement.fitting(one.answer), **order_fields(one.answer.order_key),
+                "request_id": held.answer.request.request_id, "waited_s": now_s - held.since_s,
+                "tenant": held.answer.request.tenant,
+                "prompt_tokens": held.answer.prompt.num_tokens,
+                "replicas_that_failed": len(held.answer.tried),
+                "pools": self._placement.fitting(held.answer),
+                **order_fields(held.answer.order_key),
             }
-            for one in islice(self._line.in_order(now_s), _MOST_SHOWN)
+            for held in islice(self._line.in_order(now_s), _MOST_SHOWN)
         ]  # fmt: skip
         return {
             "max_requests": settings.max_requests, "max_wait_s": settings.max_wait_s,

@@ -82,11 +82,11 @@ class Placement:
         scenario = load_scenario(cluster.scenario)
         self._max_overtaking_s = scenario.max_overtaking_s
         self._has_tenants, self._num_servers = bool(cluster.tenants), scenario.num_servers
-        self._most_in_flight = {one.name: one.max_ongoing for one in cluster.external_pools}
+        self._most_in_flight = {pool.name: pool.max_ongoing for pool in cluster.external_pools}
         if cluster.queue is not None:
             # Else engines of ours, which know their own limit, say themselves when they are full.
             own = cluster.own_pools
-            self._most_in_flight |= {one.name: one.max_ongoing_requests for one in own}
+            self._most_in_flight |= {pool.name: pool.max_ongoing_requests for pool in own}
         self._most: FloatArray = np.zeros(0)
         """Of one replica, by the number of its pool."""
         none: IntArray = np.zeros(0, dtype=np.int64)
@@ -203,16 +203,17 @@ class Placement:
 
     def fitting(self, answer: Answer) -> tuple[str, ...]:
         """Names of the pools that can answer a request."""
-        return tuple(name for name, one in self._backends.items() if answer.fits(one))
+        return tuple(name for name, pool in self._backends.items() if answer.fits(pool))
 
     def windows(self) -> list[dict[str, Any]]:
         """How full each replica is: requests in flight, and how many there may be; None: any."""
         return [
             {
-                "replica_id": one.replica_id, "pool": one.pool, "in_flight": one.in_flight.count,
-                "max_ongoing": self._most_in_flight.get(one.pool),
+                "replica_id": each.replica_id, "pool": each.pool,
+                "in_flight": each.in_flight.count,
+                "max_ongoing": self._most_in_flight.get(each.pool),
             }
-            for one in self._table.replicas.values()
+            for each in self._table.replicas.values()
         ]  # fmt: skip
 
     def finish(self, pick: Pick, request_id: str, now_s: float, response_s: float | None) -> None:
@@ -310,9 +311,9 @@ class Placement:
     def _index_of(self, by_ray: str, rows: IntArray) -> int | None:
         """Position of Ray's choice among the candidates; None: it chose none of them."""
         replica = self._table.replicas.get(by_ray)
-        found = [] if replica is None else np.flatnonzero(rows == replica.row).tolist()
-        if found:
-            return int(found[0])
+        indices = [] if replica is None else np.flatnonzero(rows == replica.row).tolist()
+        if indices:
+            return int(indices[0])
         if self._ray is not None:
             self._ray.finished(by_ray)
         return None
@@ -334,11 +335,12 @@ class Placement:
             holder = table.replicas.get(sticks_to)
             rows = rows[rows == holder.row] if holder else rows[:0]
         if answer.tried:
-            tried = [one.row for name in answer.tried if (one := table.replicas.get(name))]
+            tried = [replica.row for name in answer.tried if (replica := table.replicas.get(name))]
             rows = rows[~np.isin(rows, tried)]
         if self._lacks:
             replicas = [table.at(row) for row in rows.tolist()]
-            lacks = [any(self._is_lacking(one, need) for need in answer.needs) for one in replicas]
+            needs = answer.needs
+            lacks = [any(self._is_lacking(each, need) for need in needs) for each in replicas]
             knows = ~np.array(lacks, dtype=bool)
             # Where none is known to know it, one is asked: it says so itself.
             if knows.any() or answer.tried:
@@ -380,7 +382,7 @@ class Placement:
         names = [self._table.at(row).replica_id for row in rows]
         rests_s = {name: left_s for name in names if (left_s := self._full.left_s((name,)))}
         if rests_s:
-            name = min(rests_s, key=lambda one: rests_s[one])
+            name = min(rests_s, key=rests_s.__getitem__)
             reason = "every endpoint has said lately that it has no room"
             raise ReplicaFull(reason, self._full_status[name], rests_s[name])
 
@@ -445,7 +447,7 @@ class Placement:
             # Only this policy needs Ray, which takes seconds to import.
             module = await asyncio.to_thread(import_module, "serve_app.gateway.ray_default")
             self._ray = self._ray or module.RayDefault()
-        every = [one for backend in self._backends.values() for one in backend.ray_replicas()]
+        every = [r for backend in self._backends.values() for r in backend.ray_replicas()]
         self._ray.update(every)
         if len(every) <= len(tried):
             return None

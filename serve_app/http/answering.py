@@ -81,7 +81,7 @@ class AsgiDownstream:
     async def _send_head(self, status: int, headers: Headers) -> None:
         named = list(headers)
         if self._added:
-            named = [one for one in named if not one[0].startswith(LIMITS)]
+            named = [header for header in named if not header[0].startswith(LIMITS)]
             named += self._added
         if all(name != b"x-request-id" for name, _ in named):
             named.append((b"x-request-id", self._request.request_id.encode()))

@@ -63,8 +63,8 @@ class DataPath:
         """
         self._gateway, self._intake, self._refuse = gateway, intake, refuse
         cluster = gateway.cluster
-        self._orders = any(one.order == "priority" for one in cluster.external_pools)
-        passed = (one.encode() for pool in cluster.external_pools for one in pool.pass_headers)
+        self._orders = any(pool.order == "priority" for pool in cluster.external_pools)
+        passed = (name.encode() for pool in cluster.external_pools for name in pool.pass_headers)
         self._others = frozenset(passed) - _HANDED_ON
         self._responses = OrderedDict[str, tuple[float, str, str]]()
         """Of the last responses, by id: when they were made, seconds, where, and their model."""
@@ -80,10 +80,10 @@ class DataPath:
                 self._tokenizers[name],
                 name,
                 cluster.limits,
-                max(pool.config.max_model_tokens for pool in one.own),
+                max(pool.config.max_model_tokens for pool in model.own),
             )
-            for name, one in models.items()
-            if one.own
+            for name, model in models.items()
+            if model.own
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,7 +132,7 @@ class DataPath:
         lines = _lines(scope, _HANDED_ON)
         call = Call(target, lines, body, peeked.stream, method.encode(), peeked.model_at)
         if self._others:
-            call.others = [one for one in scope["headers"] if one[0] in self._others]
+            call.others = [header for header in scope["headers"] if header[0] in self._others]
         prompt, learn = None, None
         if generation is None:
             name, longest = f"req-{new_id()}", peeked.max_tokens
@@ -186,7 +186,7 @@ class DataPath:
         name = peeked.class_name or headers.get(_CLASS, b"").decode("latin-1")
         service_class = self._gateway.service_class(name)
         if service_class is None:
-            names = [one.name for one in self._gateway.cluster.classes]
+            names = [known.name for known in self._gateway.cluster.classes]
             raise BadRequest(
                 f"service_tier {name!r} is not known; choose one of {names}", param="service_tier"
             )
@@ -198,7 +198,7 @@ class DataPath:
         """The prompt of a body that endpoints tokenise, and who is told how long it was."""
         for name in ("prompt", "input", "input_ids"):
             ids = peeked.fields.get(name)
-            if isinstance(ids, list) and ids and all(type(one) is int for one in ids):
+            if isinstance(ids, list) and ids and all(type(token) is int for token in ids):
                 return ids, None, None
         prompts, tokenizer = self._prompts[model], self._tokenizers[model]
         size = PromptSize(peeked.fields, prompts.images)
@@ -239,8 +239,8 @@ def _response_id(path: str, peeked: Peek) -> str:
 
 def _images_of(cluster: Cluster, model: str) -> Formula:
     """What counts a model's images, by the name that its endpoints know it by."""
-    pools = (one for one in cluster.external_pools if cluster.model_of(one) == model)
-    return formula_of(next((one.model for one in pools), model))
+    names = (pool.model for pool in cluster.external_pools if cluster.model_of(pool) == model)
+    return formula_of(next(names, model))
 
 
 def _lines(scope: Scope, names: Container[bytes]) -> bytes:

@@ -79,7 +79,7 @@ class PendingBodies:
         """
         self._timeout_s, self._most, self.max_openai_bytes = timeout_s, most, max_openai_bytes
         self._paths = OPENAI_PATHS | _OTHER_PATHS | {*routes}
-        self._prefixes = ("/v1/responses/", *(one for one in routes if one.endswith("/")))
+        self._prefixes = ("/v1/responses/", *(route for route in routes if route.endswith("/")))
         self._waiting: dict[asyncio.Timeout, None] = {}
 
     def are_handed_on(self, path: str) -> bool:
@@ -182,7 +182,8 @@ class Intake:
                 body = await self._bodies.read(receive, max_bytes)
             if body and codings:
                 # As it is from now on.
-                scope["headers"] = [one for one in scope["headers"] if one[0] not in _OF_CODED]
+                headers = scope["headers"]
+                scope["headers"] = [header for header in headers if header[0] not in _OF_CODED]
                 for coding in reversed(codings):
                     body = _decoded(body, coding, max_bytes)
         except (Denied, TooMuch) as error:
@@ -203,10 +204,11 @@ class Intake:
         length = headers.get(b"content-length", b"")
         max_bytes = self._bodies.max_openai_bytes if generates else MAX_BODY_BYTES
         _check_size(int(length) if length.isdigit() else 0, max_bytes)
-        if (named := headers.get(b"content-encoding")) is None:
+        if b"content-encoding" not in headers:
             return caller, max_bytes, []
-        text = named.decode("latin-1").lower()
-        codings = [one for part in text.split(",") if (one := part.strip()) not in ("", "identity")]
+        text = headers[b"content-encoding"].decode("latin-1").lower()
+        named = [part.strip() for part in text.split(",")]
+        codings = [coding for coding in named if coding not in ("", "identity")]
         odd = text if len(codings) > _MOST_CODINGS else {*codings} - {*_CODECS}
         if odd:
             reason = f"content-encoding {text!r} is not known; send one of {', '.join(_CODECS)}"

@@ -50,10 +50,12 @@ def peek_form(body: bytes, content_type: str) -> Peek:
     Raises:
         BadRequest: It is none.
     """
-    found = re.search(r'^multipart/form-data;.*boundary="?([^\s";]+)', content_type, re.IGNORECASE)
-    if found is None:
+    boundary = re.search(
+        r'^multipart/form-data;.*boundary="?([^\s";]+)', content_type, re.IGNORECASE
+    )
+    if boundary is None:
         raise BadRequest("body is neither JSON nor multipart/form-data with a boundary")
-    line, fields, model_at = b"--" + found[1].encode("latin-1"), dict[str, Any](), None
+    line, fields, model_at = b"--" + boundary[1].encode("latin-1"), dict[str, Any](), None
     at = 0
     for _ in range(_MAX_PARTS):
         start = body.find(b"\r\n\r\n", at, at + _MAX_PART_HEAD_BYTES) + 4
@@ -78,7 +80,7 @@ def peek(fields: dict[str, Any], model_at: tuple[int, int] | None = None) -> Pee
         model if isinstance(model, str) else None,
         fields.get("stream") is True,
         min(max(named, 0), _MOST_TOKENS),
-        next((one for one in names if isinstance(one, str)), None),
+        next((name for name in names if isinstance(name, str)), None),
         model_at,
     )
 
