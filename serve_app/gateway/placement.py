@@ -101,7 +101,7 @@ class Placement:
         """By replica, and model or route."""
         self._listed: dict[tuple[str, str | bytes], tuple[str, frozenset[str] | None]] = {}
         """Name of a model that a replica did not know, and the names that it listed then."""
-        self._ray: Any = None  # `serve_app.gateway.ray_default.RayDefault`, once it was answer.
+        self._ray: Any = None  # `serve_app.gateway.ray_default.RayDefault`, once it was asked.
         self._sent = SentQueues()
         """What may wait at each replica, while somebody who decides looks at it."""
 
@@ -131,8 +131,8 @@ class Placement:
 
         Args:
             answer: To the request that is placed.
-            by_ray: Replica that Ray's router has chosen; None: it was not answer.
-            started_ns: When it was answer, by `time.perf_counter_ns`.
+            by_ray: Replica that Ray's router has chosen; None: it was not asked.
+            started_ns: When it was asked, by `time.perf_counter_ns`.
 
         Raises:
             ReplicaFull: As `pick`.

@@ -85,7 +85,7 @@ class _RequestParser(httptools.HttpRequestParser):
 
     @property
     def asks_for_upgrade(self) -> bool:
-        """Whether the request that is read, whose head ends a protocol, asks for another."""
+        """Whether the head of the request that is read names an upgrade."""
         return any(name == _UPGRADE for name, _ in self._protocol.headers)
 
     def feed_data(self, data: bytes | bytearray | memoryview | array[int]) -> None:
