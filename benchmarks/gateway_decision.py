@@ -179,7 +179,7 @@ class Load:
         answer = Answer(
             request, gateway.cluster.classes[0], _Nobody(), request.prompt, time.time(),
             wait=asyncio.Timeout(None), model=model, grant=None, tenant_share=1.0,
-            max_model_tokens=gateway.max_tokens_of(model),
+            needed_tokens=len(request.token_ids) + request.max_tokens,
         )  # fmt: skip
         started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
         pick = _result_of(gateway._placement.pick(answer))

@@ -21,7 +21,7 @@ from tokenyard.routing.types import OrderKey
 class Answer:
     """A request that was let in, and what has come of its answer so far."""
 
-    wanted: InferenceRequest
+    request: InferenceRequest
     service_class: SloClass
     downstream: Downstream
     prompt: Prompt
@@ -34,8 +34,11 @@ class Answer:
     """What is reserved of its caller's limits; None: it has none."""
     tenant_share: float
     """Share of the service that the tenant is entitled to."""
-    max_model_tokens: float
-    """Longest prompt plus output that any pool of the model takes; infinite: nobody says."""
+    needed_tokens: int
+    """Prompt and longest answer, as far as any pool of the model takes it.
+
+    Endpoints that tokenise themselves say what is too long: here their prompts are estimates.
+    """
     suspects: list[tuple[ReplicaState, float]] = field(default_factory=list)
     """Replicas that failed it, and when each was sent it, by the outlier detector's clock. They are
     at fault if another answers it: until then the request itself may be."""
@@ -48,7 +51,8 @@ class Answer:
     order_key: OrderKey | None = None
     """That key, Unix time, seconds; None: it waits behind all others."""
     num_tokens: int = 0
-    first_token_s: float = math.nan
+    ttft_s: float = math.nan
+    """Arrival to first token; NaN: there was none."""
     finish_reason: str | None = None
     response_s: float = math.nan
     """Arrival to the end; NaN: it was not completed."""
@@ -56,43 +60,14 @@ class Answer:
     """Whether an endpoint has something against the request itself."""
 
     @property
-    def request_id(self) -> str:
-        """Its name, the same for every attempt."""
-        return self.wanted.request_id
-
-    @property
-    def due_s(self) -> float:
-        """SLO of the first token, or of the response where that has none, seconds."""
-        return self.service_class.ttft_s or self.service_class.response_s
-
-    @property
-    def tenant(self) -> str:
-        """Who is served; empty: nobody who is known."""
-        return self.wanted.tenant
-
-    @property
     def needs(self) -> tuple[str, bytes]:
         """Model and route that a replica has to know."""
-        return self.model.name, self.wanted.call.path.partition(b"?")[0]
-
-    @property
-    def needed_tokens(self) -> int:
-        """Prompt and longest answer, as far as any pool of the model takes it.
-
-        Endpoints that tokenise themselves say what is too long: here their prompts are estimates.
-        """
-        wanted = self.wanted
-        return int(min(len(wanted.token_ids) + wanted.max_tokens, self.max_model_tokens))
-
-    @property
-    def sticks_to(self) -> str | None:
-        """The one replica that can answer it; None: any."""
-        return self.wanted.sticks_to
+        return self.model.name, self.request.call.path.partition(b"?")[0]
 
     def fits(self, backend: Backend) -> bool:
         """Whether the replicas of a pool can answer it."""
         return (
-            self.wanted.is_for(backend)
+            (backend.takes_any or self.request.for_engines)
             and self.model.is_served_by(backend.name)
             and backend.name not in self.excluded
             and backend.max_model_tokens >= self.needed_tokens
@@ -105,21 +80,16 @@ class Answer:
         Whoever leaves before the first token has had the prompt read.
         """
         was_read = self.completed or self.num_tokens or (self.finish_reason == "abort")
-        return len(self.wanted.token_ids) + self.num_tokens if was_read and self.tried else 0
+        return len(self.request.token_ids) + self.num_tokens if was_read and self.tried else 0
 
     @property
     def completed(self) -> bool:
         """Whether it came to its end."""
         return self.finish_reason in ("stop", "length")
 
-    @property
-    def ttft_s(self) -> float:
-        """Arrival to first token; NaN: there was none."""
-        return self.first_token_s - self.arrival_s
-
     def tpot_s(self, now_s: float) -> float:
         """Mean time per token after the first, where the answer ended at `now_s`."""
-        return (now_s - self.first_token_s) / max(self.num_tokens - 1, 1)
+        return (now_s - self.arrival_s - self.ttft_s) / max(self.num_tokens - 1, 1)
 
     def attained_slo(self, now_s: float) -> bool | None:
         """Whether an answer that ended at `now_s` attained its SLO.
@@ -128,7 +98,7 @@ class Answer:
         first token a target for it is missed once its time has passed.
         """
         slo, waited_s = self.service_class, now_s - self.arrival_s
-        ttft_s = waited_s if math.isnan(self.first_token_s) else self.ttft_s
+        ttft_s = waited_s if math.isnan(self.ttft_s) else self.ttft_s
         attained = waited_s <= slo.response_s and not self.tpot_s(now_s) > (slo.tpot_s or math.inf)
         if self.completed:
             return attained and not self.ttft_s > (slo.ttft_s or math.inf)
@@ -142,7 +112,7 @@ def record_of(
 ) -> DecisionRecord:
     """Lay out the log's row of an attempt that has ended."""
     return DecisionRecord(
-        decision_id=new_id(), request_id=answer.wanted.request_id, attempt=attempt,
+        decision_id=new_id(), request_id=answer.request.request_id, attempt=attempt,
         time_s=pick.time_s, service_class=answer.service_class.name, choice=pick.choice,
         pools=pick.snapshots.candidates.pools, outcome=outcome, output_tokens=answer.num_tokens,
         ttft_s=answer.ttft_s, response_s=answer.response_s, order_key=pick.order_key,

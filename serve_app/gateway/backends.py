@@ -16,7 +16,6 @@ from serve_app.gateway.engine_wire import (
     STATUS_HEADER,
     order_key_line,
     put_tokens_before,
-    read_status,
 )
 from serve_app.gateway.exchange import Attempt
 from serve_app.gateway.external import ExternalBackend
@@ -24,7 +23,7 @@ from serve_app.gateway.faults import EndpointError, Fault
 from serve_app.gateway.forwarding import (
     EndpointAsRayReplica,
     Forwarder,
-    Patience,
+    ResponseTimer,
     hand_on_held,
 )
 from serve_app.gateway.generation import ReplicaFailed, ReplicaFull, ReplicaRefused, ReplicaTooSmall
@@ -48,6 +47,8 @@ _HOST_SUFFIXES = ("_used_fraction", "_power_w", "_bytes_per_s")
 class _EngineForwarder(Forwarder):
     """Asks engines of ours, which tell more than others: see `serve_app.gateway.engine_wire`."""
 
+    status_header = STATUS_HEADER
+
     def _told_failure(self, error: ErrorEvent) -> ReplicaFailed:
         return ReplicaRefused(f"{self.which}: {error.message}")
 
@@ -61,13 +62,8 @@ class _EngineForwarder(Forwarder):
             return ReplicaFailed(f"{self.which} answered {status}")
         return ReplicaTooSmall(reason)
 
-    def _read_head(self, connection: Connection, attempt: Attempt) -> None:
-        status = next((value for name, value in connection.headers if name == STATUS_HEADER), None)
-        if status is not None:
-            attempt.publish(read_status(status))
-
     async def _hand_on_whole(
-        self, connection: Connection, attempt: Attempt, patience: Patience
+        self, connection: Connection, attempt: Attempt, timer: ResponseTimer
     ) -> None:
         """Hand on an answer that comes at its end, and note until then how it grows."""
         num_tokens, held = 0, bytearray()
@@ -75,12 +71,12 @@ class _EngineForwarder(Forwarder):
             if not held:
                 rest = piece.lstrip(PROGRESS)
                 if num_tokens == 0 and len(rest) < len(piece):
-                    patience.begin()
+                    timer.begin()
                 num_tokens += len(piece) - len(rest)
                 attempt.take(num_tokens)
                 piece = rest
             held += piece
-            patience.wait_again()
+            timer.wait_again()
         if held.startswith(_ERROR):
             raise error_in(bytes(held))
         num_tokens, reason, _ = peek_whole(bytes(held[-PEEK_BYTES:]))

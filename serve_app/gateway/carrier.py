@@ -41,6 +41,7 @@ from serve_app.gateway.generation import (
     ReplicaRefused,
     RequestRejected,
 )
+from serve_app.gateway.tracing import Tracing
 from tokenyard.routing.types import OrderKey
 
 logger = logging.getLogger(__name__)
@@ -264,9 +265,9 @@ class Carrier:
         return self.alone.cluster
 
     @property
-    def is_traced(self) -> bool:
-        """Whether traces of requests are wanted."""
-        return self.alone.is_traced
+    def tracing(self) -> Tracing | None:
+        """Makes spans of requests; None: nobody wants them."""
+        return self.alone.tracing
 
     def service_class(self, name: str | None) -> SloClass | None:
         """Return the class of that name, the first for None; None: there is none."""

@@ -10,7 +10,7 @@ from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.base import EngineStatus, FinishReason
 from serve_app.gateway.callers import ANYBODY, Caller
 from serve_app.gateway.replicas import Prompt, ReplicaTable
-from serve_app.gateway.tracing import PARENT, RequestSpan
+from serve_app.gateway.tracing import PARENT, RequestSpan, Tracing
 from tokenyard.routing.types import OrderKey
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -93,10 +93,6 @@ class InferenceRequest:
         others = b"".join(one for one in lines if one.partition(b":")[0] != PARENT)
         return replace(self, call=replace(self.call, headers=others + line), span=span)
 
-    def is_for(self, backend: Backend) -> bool:
-        """Whether the replicas of a pool can answer it."""
-        return backend.takes_any or self.for_engines
-
 
 class Downstream(Protocol):
     """Whoever asked."""
@@ -135,8 +131,8 @@ class RequestServer(Protocol):
         ...
 
     @property
-    def is_traced(self) -> bool:
-        """Whether traces of requests are wanted."""
+    def tracing(self) -> Tracing | None:
+        """Makes spans of requests; None: nobody wants them."""
         ...
 
     def service_class(self, name: str | None) -> SloClass | None:

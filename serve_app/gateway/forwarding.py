@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from serve_app.cluster import Deadlines
 from serve_app.engines.base import EngineStatus
 from serve_app.gateway.clocks import steady_unix_s
+from serve_app.gateway.engine_wire import read_status
 from serve_app.gateway.exchange import Attempt, Call, Headers, InferenceRequest
 from serve_app.gateway.faults import EndpointError, Fault, retry_after_s
 from serve_app.gateway.generation import (
@@ -81,6 +82,9 @@ class EndpointAsRayReplica:
 class Forwarder:
     """Has the endpoints of one pool answer; each request has the pool's deadlines."""
 
+    status_header = b""
+    """In which replicas tell their state; empty: they do not."""
+
     def __init__(
         self, which: str, deadlines: Deadlines, prefill_token_s: float = 0.0, at_once: bool = False
     ) -> None:
@@ -113,23 +117,25 @@ class Forwarder:
         request, call = attempt.request, attempt.request.call
         head = origin.head(call.method, call.path, headers, len(body))
         prefill_s = self._prefill_token_s * len(request.token_ids)
-        patience = Patience(self._deadlines, request, prefill_s)
+        timer = ResponseTimer(self._deadlines, request, prefill_s)
 
         def watch(connection: Connection) -> None:
             attempt.note_send()
-            patience.watch(connection)
+            timer.watch(connection)
 
         connection = None
         try:
             connection = await self.client.send(origin, head, body, watch)
-            patience.has_head = True
-            await self._check_status(connection)
-            self._read_head(connection, attempt)
-            encodings = (name for name, _ in connection.headers if name == b"content-encoding")
-            if _sends_events(connection, call) and not any(encodings):
-                await _hand_on_events(connection, attempt, patience, self._at_once)
+            timer.has_head = True
+            if not 200 <= connection.status < 300:
+                raise await self._refused(connection)
+            answered = dict(connection.headers)
+            if self.status_header in answered:
+                attempt.publish(read_status(answered[self.status_header]))
+            if _sends_events(connection, call) and b"content-encoding" not in answered:
+                await _hand_on_events(connection, attempt, timer, self._at_once)
             else:
-                await self._hand_on_whole(connection, attempt, patience)
+                await self._hand_on_whole(connection, attempt, timer)
         except _TooLate as error:
             raise ReplicaTimeout(f"{self.which} {error}") from None
         except ConnectFailed as error:
@@ -139,7 +145,7 @@ class Forwarder:
         except ErrorEvent as error:
             raise self._told_failure(error) from None
         finally:
-            patience.stop()
+            timer.stop()
             if connection is not None:
                 self.client.release(connection)
 
@@ -147,6 +153,13 @@ class Forwarder:
         """What it means that an answer which had begun ends with an error."""
         body = json.dumps(error.event).encode()
         return self._error(EndpointError.of_event(error.event), _JSON, body, f"failed: {error}")
+
+    async def _refused(self, connection: Connection) -> ReplicaFailed | RequestRejected:
+        """Read an answer that is none of success, and return what it means."""
+        text = bytearray()
+        while len(text) <= _MAX_HELD_BYTES and (piece := await connection.read()):
+            text += piece
+        return self._refusal(connection, bytes(text))
 
     def _refusal(self, connection: Connection, text: bytes) -> ReplicaFailed | RequestRejected:
         """What it means that the status of an answer is none of success."""
@@ -170,20 +183,8 @@ class Forwarder:
             return ReplicaLacks(what, "" if error.is_about_model else None, rejection)
         return rejection
 
-    def _read_head(self, connection: Connection, attempt: Attempt) -> None:
-        """Look at the head of an answer."""
-
-    async def _check_status(self, connection: Connection) -> None:
-        status = connection.status
-        if 200 <= status < 300:
-            return
-        text = bytearray()
-        while len(text) <= _MAX_HELD_BYTES and (piece := await connection.read()):
-            text += piece
-        raise self._refusal(connection, bytes(text))
-
     async def _hand_on_whole(
-        self, connection: Connection, attempt: Attempt, patience: Patience
+        self, connection: Connection, attempt: Attempt, timer: ResponseTimer
     ) -> None:
         """Hand on an answer that comes at once, when it is there, or is too long to be kept."""
         downstream, held, tail = attempt.downstream, bytearray(), b""
@@ -196,10 +197,10 @@ class Forwarder:
             else:
                 held += piece
                 if len(held) > most_held:
-                    patience.begin()
+                    timer.begin()
                     await downstream.begin(connection.status, _handed_back(connection))
                     await downstream.write(bytes(held))
-            patience.wait_again()
+            timer.wait_again()
         num_tokens, reason, usage = peek_whole(tail)
         if attempt.request.learn is not None:
             attempt.request.learn(prompt_tokens_of(usage))
@@ -234,7 +235,7 @@ def _handed_back(connection: Connection) -> Headers:
 
 
 async def _hand_on_events(
-    connection: Connection, attempt: Attempt, patience: Patience, at_once: bool
+    connection: Connection, attempt: Attempt, timer: ResponseTimer, at_once: bool
 ) -> None:
     """Hand on a stream, from its first token on: until then another endpoint can still answer."""
     peek, downstream, held, rest = EventPeek(), attempt.downstream, bytearray(), b""
@@ -246,7 +247,7 @@ async def _hand_on_events(
             return False
         peek.num_tokens += num_tokens
         attempt.take(peek.num_tokens)
-        patience.wait_again()
+        timer.wait_again()
         return True
 
     hear = attempt.request.hear
@@ -270,11 +271,11 @@ async def _hand_on_events(
                 if lines:
                     await downstream.begin(connection.status, _handed_back(connection))
             if peek.num_tokens:
-                patience.begin()
+                timer.begin()
                 attempt.take(peek.num_tokens)
             if lines:
                 await downstream.write(lines)
-            patience.wait_again()
+            timer.wait_again()
         rest = peek.rest()
     except (UpstreamError, _TooLate):
         if not peek.is_complete:
@@ -305,19 +306,10 @@ _LATE = {
 }
 
 
-def _whole_s(deadlines: Deadlines, request: InferenceRequest, first_s: float) -> float | None:
-    """Time for an answer that comes at once; None: it is a stream."""
-    call = request.call
-    if call.stream:
-        return None
-    if call.generates and not request.max_tokens:
-        # It may be as long as the model goes on.
-        return deadlines.total_s
-    return first_s + deadlines.whole_per_token_s * request.max_tokens
+class ResponseTimer:
+    """Watches the deadlines of one request.
 
-
-class Patience:
-    """The deadlines of one request. A timer looks now and then what is due: a token costs nothing.
+    It looks now and then what is due, so that a token costs nothing.
 
     Time that the caller takes is not the endpoint's. An endpoint that is late, but answers whoever
     asks for its metrics, is at work: elsewhere the request would begin anew.
@@ -329,7 +321,12 @@ class Patience:
         self._started_s = self._since_s = self._loop.time()
         self._limits_s = deadlines
         self._first_s = deadlines.first_token_s + prefill_s // 1  # Errors name it: no fractions.
-        self._whole_s = _whole_s(deadlines, request, self._first_s)
+        self._whole_s: float | None = None
+        """Time for an answer that comes at once; None: it is a stream."""
+        if not request.call.stream:
+            self._whole_s = self._first_s + deadlines.whole_per_token_s * request.max_tokens
+            if request.call.generates and not request.max_tokens:
+                self._whole_s = deadlines.total_s  # It may be as long as the model goes on.
         self.has_head = self._has_begun = False
         self._connection: Connection | None = None
         self._timer: asyncio.TimerHandle | None = None

@@ -147,16 +147,13 @@ class Gateway:
         self._ends_s = math.inf
         self._catalog = ModelCatalog(self.cluster)
 
-    @property
-    def is_traced(self) -> bool:
-        """Whether traces of requests are wanted."""
-        return self.tracing is not None
-
     def service_class(self, name: str | None) -> SloClass | None:
         """Return the class of that name, the first for None; None: there is none."""
         classes = self.cluster.classes
-        found = next((one for one in classes if one.name == name), None) if name else None
-        return classes[0] if found is None and (not name or name in _TIERS) else found
+        if not name:
+            return classes[0]
+        named = next((known for known in classes if known.name == name), None)
+        return classes[0] if named is None and name in _TIERS else named
 
     async def serve(
         self, request: InferenceRequest, service_class: SloClass, downstream: Downstream
@@ -174,7 +171,8 @@ class Gateway:
         """
         if self.tracing is None:
             return await self._serve(request, service_class, downstream)
-        attributes = request.span_attributes(self._model_of(request).name, service_class.name)
+        model = request.model or self._catalog.default
+        attributes = request.span_attributes(model, service_class.name)
         with self.tracing.request(request.trace, attributes) as (span, line):
             await self._serve(request.traced(line, span), service_class, downstream)
 
@@ -183,15 +181,21 @@ class Gateway:
     ) -> None:
         self.num_offered += 1
         try:
-            self._admit(service_class)
-            grant = self._grant(request, downstream)
+            answer = self._open(request, service_class, downstream)
         except Refused:
             self._count_refusal(request)
             raise
         self.in_flight += 1
-        answer = self._open(request, service_class, downstream, grant)
+        self._waits.add(answer.wait)
         try:
-            await self._attempts_in_time(answer)
+            async with answer.wait:
+                await self._attempts(answer)
+        except TimeoutError:
+            if not answer.wait.expired():
+                raise
+            if math.isfinite(self._ends_s):
+                raise _CutOff("the gateway ended before the answer did") from None
+            raise _OutOfTime(f"no answer within {self.cluster.limits.timeout_s:g} s") from None
         except asyncio.CancelledError:
             if answer.finish_reason is None:
                 answer.finish_reason = "abort"
@@ -201,25 +205,47 @@ class Gateway:
             raise
         except Refused:
             self._count_refusal(request)
-            if grant is not None:
-                grant.cancel()
+            if answer.grant is not None:
+                answer.grant.cancel()
                 answer.grant = None
             raise
         finally:
+            self._waits.discard(answer.wait)
             self.in_flight -= 1
             self._settle(answer)
 
     def _open(
-        self, request: InferenceRequest, service_class: SloClass, downstream: Downstream,
-        grant: Grant | None,
-    ) -> Answer:  # fmt: skip
-        """Begin the answer to a request that is let in."""
+        self, request: InferenceRequest, service_class: SloClass, downstream: Downstream
+    ) -> Answer:
+        """Let a request in, and begin its answer.
+
+        Raises:
+            Draining: The gateway is about to end.
+            Refused: Too much is in flight, or its caller has asked for too much.
+        """
+        if self.draining:
+            self.metrics.refused.labels("draining").inc()
+            raise Draining("the gateway is about to end; ask another")
+        limit = self.cluster.limits.max_in_flight * service_class.admitted_fraction
+        if self.in_flight >= max(limit, 1):
+            self.metrics.refused.labels("too many in flight").inc()
+            raise Refused(
+                f"{self.in_flight} requests are in flight, which is all that class "
+                f"{service_class.name!r} may add to",
+                self._retry_after_s(),
+            )
+        model = self._catalog.find(request.model)
+        assert model is not None  # Others are refused where bodies are read.
+        most_tokens = self.max_tokens_of(model)
+        grant = None
+        if request.caller is not ANYBODY:
+            grant = self._grant(request, downstream, most_tokens)
         deadline_s = asyncio.get_running_loop().time() + self.cluster.limits.timeout_s
-        wait = asyncio.timeout_at(min(deadline_s, self._ends_s))
-        model = self._model_of(request)
         answer = Answer(
-            request, service_class, downstream, request.prompt, self.clock_s(), wait,
-            model, grant, self.cluster.tenant_share(request.tenant), self.max_tokens_of(model),
+            request, service_class, downstream, request.prompt, self.clock_s(),
+            asyncio.timeout_at(min(deadline_s, self._ends_s)), model, grant,
+            self.cluster.tenant_share(request.tenant),
+            int(min(len(request.token_ids) + request.max_tokens, most_tokens)),
         )  # fmt: skip
         picker = self.manager.picker
         if picker.experiment is not None:
@@ -287,26 +313,12 @@ class Gateway:
         if self.log is not None:
             metrics.log_lines_lost.set(self.log.num_lost)
 
-    def _admit(self, service_class: SloClass) -> None:
-        if self.draining:
-            self.metrics.refused.labels("draining").inc()
-            raise Draining("the gateway is about to end; ask another")
-        limit = self.cluster.limits.max_in_flight * service_class.admitted_fraction
-        if self.in_flight >= max(limit, 1):
-            self.metrics.refused.labels("too many in flight").inc()
-            raise Refused(
-                f"{self.in_flight} requests are in flight, which is all that class "
-                f"{service_class.name!r} may add to",
-                self._retry_after_s(),
-            )
-
-    def _grant(self, request: InferenceRequest, downstream: Downstream) -> Grant | None:
+    def _grant(
+        self, request: InferenceRequest, downstream: Downstream, most_tokens: float
+    ) -> Grant | None:
         """Reserve what a request may need of its caller's limits; None: it has none."""
-        if request.caller is ANYBODY:
-            return None
         longest = request.max_tokens or self.cluster.limits.default_output_tokens
-        most = self.max_tokens_of(self._model_of(request))
-        num_tokens = int(min(len(request.token_ids) + longest, most))
+        num_tokens = int(min(len(request.token_ids) + longest, most_tokens))
         granted = self.limits.admit(request.caller, num_tokens)
         if isinstance(granted, OverLimit):
             self.metrics.refused.labels(granted.code.replace("_", " ")).inc()
@@ -314,11 +326,6 @@ class Gateway:
         if granted is not None:
             downstream.add_headers(granted.headers)
         return granted
-
-    def _model_of(self, request: InferenceRequest) -> ServedModel:
-        found = self._catalog.find(request.model)
-        assert found is not None  # Others are refused where bodies are read.
-        return found
 
     def max_tokens_of(self, model: ServedModel) -> float:
         """Longest prompt plus output that any of its pools takes; infinite: nobody says."""
@@ -337,15 +344,15 @@ class Gateway:
 
     def _settle(self, answer: Answer) -> None:
         """Note what has become of a request, once for all its attempts."""
-        if answer.wanted.caller is not ANYBODY:
+        if answer.request.caller is not ANYBODY:
             self._charge(answer)
-        if answer.wanted.span is not None:
-            answer.wanted.span.finish(answer.num_tokens, answer.finish_reason)
+        if answer.request.span is not None:
+            answer.request.span.finish(answer.num_tokens, answer.finish_reason)
         now_s = self.clock_s()
         attained = answer.attained_slo(now_s)
         if (experiment := self.manager.picker.experiment) is not None:
             experiment.close(
-                answer.wanted.request_id, attained, answer.response_s, answer.num_tokens, now_s
+                answer.request.request_id, attained, answer.response_s, answer.num_tokens, now_s
             )
         if attained is not None:
             self.history.finish(now_s, answer.ttft_s, answer.response_s, attained)
@@ -355,7 +362,7 @@ class Gateway:
         used = answer.used_tokens
         if answer.grant is not None:
             answer.grant.settle(used)
-        series = self.metrics.of_tenant(answer.wanted.caller.tenant)
+        series = self.metrics.of_tenant(answer.request.caller.tenant)
         series.requests.inc()
         series.prompt_tokens.inc(max(used - answer.num_tokens, 0))
         series.output_tokens.inc(answer.num_tokens)
@@ -370,11 +377,12 @@ class Gateway:
         num_failed = number = 0
         if not self.table.replicas:
             await self._some_replica(answer, answer.arrival_s)
-        if answer.sticks_to is not None and answer.sticks_to not in self.table.replicas:
+        sticks_to = answer.request.sticks_to
+        if sticks_to is not None and sticks_to not in self.table.replicas:
             raise ResponseGone
         while num_failed <= self.cluster.limits.max_retries:
             try:
-                pick = await self._pick_or_wait(answer)
+                pick = await self._pick(answer)
             except ReplicaFull as error:
                 errors.append(error)
                 break
@@ -393,7 +401,7 @@ class Gateway:
                 if isinstance(error, ReplicaTooSmall):
                     answer.excluded.add(pick.replica.pool)
                 elif not isinstance(error, ReplicaLacks):
-                    request_id = answer.wanted.request_id
+                    request_id = answer.request.request_id
                     logger.warning(
                         "request %s, attempt %d at %s: %s", request_id, number, replica_id, error
                     )
@@ -426,36 +434,11 @@ class Gateway:
             return lacks[-1].rejection or Unanswerable(str(lacks[-1]), 404)
         return Unserved(str(next(one for one in reversed(errors) if one not in lacks)))
 
-    def begin_at(self, answer: Answer, replica: ReplicaState) -> None:
-        """Note that a replica has begun to answer, which others may have failed to do."""
-        self._placement.note_begun(replica, answer)
-        if answer.suspects:
-            self._blame_suspects(answer)
-
     def _blame_suspects(self, answer: Answer) -> None:
         """Count it against the replicas that failed a request."""
         suspects, answer.suspects = answer.suspects, []
         for replica, sent_s in suspects:
             self._placement.fail(replica, sent_s)
-
-    async def _attempts_in_time(self, answer: Answer) -> None:
-        """Try replicas until the answer's time is over.
-
-        Raises:
-            Unserved: It is, or the gateway's.
-        """
-        self._waits.add(answer.wait)
-        try:
-            async with answer.wait:
-                await self._attempts(answer)
-        except TimeoutError:
-            if not answer.wait.expired():
-                raise
-            if math.isfinite(self._ends_s):
-                raise _CutOff("the gateway ended before the answer did") from None
-            raise _OutOfTime(f"no answer within {self.cluster.limits.timeout_s:g} s") from None
-        finally:
-            self._waits.discard(answer.wait)
 
     async def _some_replica(self, answer: Answer, since_s: float) -> None:
         """Wait a while where there is none: a pool that starts, or whose last replica has died."""
@@ -473,8 +456,8 @@ class Gateway:
     async def _attempt(self, answer: Answer, pick: Pick, number: int) -> None:
         """Have the replica that was picked answer, and note what comes."""
         replica, attempt = pick.replica, _Attempt(self, answer, pick.replica)
-        if answer.wanted.span is not None:
-            answer.wanted.span.place(pick)
+        if answer.request.span is not None:
+            answer.request.span.place(pick)
         outcome = "failed"
         try:
             await self.backends[replica.pool].answer(replica.replica_id, attempt)
@@ -510,14 +493,14 @@ class Gateway:
         self, answer: Answer, pick: Pick, attempt: int, outcome: str, num_sends: int
     ) -> None:
         """Note the end of an attempt."""
-        if answer.wanted.span is not None:
-            answer.wanted.span.end_attempt(outcome, num_sends)
+        if answer.request.span is not None:
+            answer.request.span.end_attempt(outcome, num_sends)
         now_s = self.clock_s()
         done = outcome in ("stop", "length")
         answer.response_s = now_s - answer.arrival_s if done else math.nan
         metrics, pool = self.metrics, pick.replica.pool
         response_s = answer.response_s if done else None
-        self._placement.finish(pick, answer.request_id, now_s, response_s)
+        self._placement.finish(pick, answer.request.request_id, now_s, response_s)
         if self.holding is not None:
             self.holding.release()
         metrics.requests.labels(pool, answer.service_class.name, outcome).inc()
@@ -532,24 +515,29 @@ class Gateway:
         if self.log is not None:
             self.log.write(record_of(answer, pick, attempt, outcome, num_sends))
 
-    async def _pick_or_wait(self, answer: Answer) -> Pick | None:
-        """Choose a replica; where the last one has gone since, wait for another."""
-        pick = await self._pick_or_hold(answer)
-        if pick is None and not self._has_replica(answer):
+    async def _pick(self, answer: Answer, waits: bool = True) -> Pick | None:
+        """Choose a replica; where all are full hold the request, where none is there wait for one.
+
+        Args:
+            answer: To the request that goes there.
+            waits: Whether to wait for a replica; else there is no choice without one.
+
+        Raises:
+            ReplicaFull: All are full, and the request is not held, or has been for too long.
+        """
+        if self.holding is not None:
+            self.holding.release()  # Who waits goes before who comes.
+        try:
+            pick = await self._placement.pick(answer)
+        except ReplicaFull:
+            if self.holding is None:
+                raise
+            pick = await self.holding.place(answer, answer.service_class.max_wait_s)
+        if pick is None and waits and not self._has_replica(answer):
             await self._some_replica(answer, self.clock_s())
             answer.tried.clear()  # Those that come may be the same, and well again.
-            pick = await self._pick_or_hold(answer)
+            return await self._pick(answer, waits=False)
         return pick
-
-    async def _pick_or_hold(self, answer: Answer) -> Pick | None:
-        """Choose a replica; where all are full, hold the request if that is wanted."""
-        if self.holding is None:
-            return await self._placement.pick(answer)
-        self.holding.release()  # Who waits goes before who comes.
-        try:
-            return await self._placement.pick(answer)
-        except ReplicaFull:
-            return await self.holding.place(answer, answer.service_class.max_wait_s)
 
 
 class _Attempt:
@@ -562,7 +550,7 @@ class _Attempt:
 
     def __init__(self, gateway: Gateway, answer: Answer, replica: ReplicaState) -> None:
         self._gateway, self._answer, self._replica = gateway, answer, replica
-        self.request, self.downstream = answer.wanted, answer.downstream
+        self.request, self.downstream = answer.request, answer.downstream
         self.order_key = answer.order_key
         self.sent_s = gateway.outliers.clock_s()
         self.num_sends = 0
@@ -578,15 +566,16 @@ class _Attempt:
         """Note what has come: see `serve_app.gateway.exchange.Attempt`."""
         answer, gateway, replica = self._answer, self._gateway, self._replica
         if (num_tokens or is_whole) and not answer.num_tokens:
-            gateway.outliers.begin(replica.replica_id, self.sent_s)
-            gateway.begin_at(answer, replica)
+            gateway._placement.begin(answer, replica, self.sent_s)
+            if answer.suspects:
+                gateway._blame_suspects(answer)
             if not is_whole:
-                answer.first_token_s = gateway.clock_s()
-                if answer.wanted.span is not None:
-                    answer.wanted.span.first_token()
+                answer.ttft_s = gateway.clock_s() - answer.arrival_s
+                if answer.request.span is not None:
+                    answer.request.span.first_token()
         if num_tokens > answer.num_tokens:
             answer.num_tokens = num_tokens
-            replica.in_flight.receive(answer.wanted.request_id, num_tokens)
+            replica.in_flight.receive(answer.request.request_id, num_tokens)
         answer.finish_reason = finish_reason
 
     def publish(self, status: EngineStatus) -> None:

@@ -16,11 +16,12 @@ from typing import Any
 
 from serve_app.cluster import QueueSettings
 from serve_app.engines.waiting import WaitingLine
+from serve_app.gateway.answer import Answer
 from serve_app.gateway.generation import ReplicaFull
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.order import order_fields
 from serve_app.gateway.pick import Pick
-from serve_app.gateway.placement import Placeable, Placement
+from serve_app.gateway.placement import Placement
 from tokenyard.routing.types import OrderKey
 
 _LOOK_EVERY_S = 0.05
@@ -38,7 +39,7 @@ class WaitedTooLong(ReplicaFull):
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    asked: Placeable
+    answer: Answer
     since_s: float
     placed: asyncio.Future[Pick]
 
@@ -66,13 +67,13 @@ class Holding:
         self._line: WaitingLine[_Held] = WaitingLine()
         self._looking: asyncio.TimerHandle | None = None
 
-    async def place(self, asked: Placeable, max_wait_s: float | None = None) -> Pick:
+    async def place(self, answer: Answer, max_wait_s: float | None = None) -> Pick:
         """Wait until a replica has room, and return it, with a place that is reserved.
 
         Being cancelled gives the place up.
 
         Args:
-            asked: What waits.
+            answer: To the request that waits.
             max_wait_s: At most so long; None: as long as the line lets anyone.
 
         Raises:
@@ -81,10 +82,10 @@ class Holding:
         """
         if len(self._line) >= self._settings.max_requests:
             raise QueueFull(f"{len(self._line)} requests wait at the gateway already")
-        self._placement.give_key(asked, self._expected_wait_s)
+        self._placement.give_key(answer, self._expected_wait_s)
         placed: asyncio.Future[Pick] = asyncio.get_running_loop().create_future()
-        held = _Held(asked, self._clock_s(), placed)
-        self._line.add(held, asked.order_key or OrderKey(asked.arrival_s))
+        held = _Held(answer, self._clock_s(), placed)
+        self._line.add(held, answer.order_key or OrderKey(answer.arrival_s))
         self._look_later()
         try:
             return await self._wait(held, max_wait_s or self._settings.max_wait_s)
@@ -94,7 +95,7 @@ class Holding:
     def _expected_wait_s(self) -> float:
         """Twice the mean age: in a line that moves steadily ages are uniform up to the wait."""
         now_s = self._clock_s()
-        ages_s = [now_s - one.since_s for one in self._line.in_order(now_s)]
+        ages_s = [now_s - held.since_s for held in self._line.in_order(now_s)]
         return 2.0 * fmean(ages_s) if ages_s else 0.0
 
     async def _wait(self, held: _Held, most_s: float) -> Pick:
@@ -112,7 +113,7 @@ class Holding:
         except asyncio.CancelledError:
             if placed.done() and not placed.cancelled():
                 # Whoever asked left just then: the place is another's.
-                request_id, now_s = held.asked.request_id, self._clock_s()
+                request_id, now_s = held.answer.request.request_id, self._clock_s()
                 self._placement.finish(placed.result(), request_id, now_s, None)
                 self.release()
             raise
@@ -123,21 +124,21 @@ class Holding:
         for held in self._line.in_order(self._clock_s()):
             if not self._placement.has_room():
                 return
-            asked = held.asked
+            answer = held.answer
             # What some that want the same could not have, others cannot either.
-            wants = (self._placement.fitting(asked), frozenset(asked.tried))
+            wants = (self._placement.fitting(answer), frozenset(answer.tried))
             if wants in blocked or held.placed.done():
                 continue
-            pick = self._try(asked)
+            pick = self._try(answer)
             if pick is None:
                 blocked.add(wants)
                 continue
             self._line.remove(held)
             held.placed.set_result(pick)
 
-    def _try(self, asked: Placeable) -> Pick | None:
+    def _try(self, answer: Answer) -> Pick | None:
         try:
-            return self._placement.pick_now(asked)
+            return self._placement.pick_now(answer)
         except ReplicaFull:
             return None
 
@@ -162,12 +163,14 @@ class Holding:
         now_s, settings = self._clock_s(), self._settings
         waiting = [
             {
-                "request_id": one.asked.request_id, "waited_s": now_s - one.since_s,
-                "tenant": one.asked.tenant, "prompt_tokens": one.asked.prompt.num_tokens,
-                "replicas_that_failed": len(one.asked.tried),
-                "pools": self._placement.fitting(one.asked), **order_fields(one.asked.order_key),
+                "request_id": held.answer.request.request_id, "waited_s": now_s - held.since_s,
+                "tenant": held.answer.request.tenant,
+                "prompt_tokens": held.answer.prompt.num_tokens,
+                "replicas_that_failed": len(held.answer.tried),
+                "pools": self._placement.fitting(held.answer),
+                **order_fields(held.answer.order_key),
             }
-            for one in islice(self._line.in_order(now_s), _MOST_SHOWN)
+            for held in islice(self._line.in_order(now_s), _MOST_SHOWN)
         ]  # fmt: skip
         return {
             "max_requests": settings.max_requests, "max_wait_s": settings.max_wait_s,

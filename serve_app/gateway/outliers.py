@@ -37,14 +37,10 @@ class OutlierDetector:
         """Know of no failure; `clock_s` is any clock that does not go back, seconds."""
         self._settings = settings
         self.clock_s = clock_s
-        self._records: dict[str, _Record] = {}
+        self.records: dict[str, _Record] = {}
+        """Of replicas that have failed lately, by id; where there is none, all are admitted."""
         self._in_a_row: dict[str, int] = {}
         """Failures of replicas since an answer of theirs last began."""
-
-    @property
-    def watches(self) -> bool:
-        """Whether any replica has failed lately; where none has, all are admitted."""
-        return bool(self._records)
 
     def fail(self, replica_id: str, sent_s: float) -> bool:
         """Note a failure; return whether the replica is ejected for it.
@@ -54,7 +50,7 @@ class OutlierDetector:
             sent_s: When the request was sent, by the detector's clock: those that were under way
                 when it was ejected say nothing new.
         """
-        now_s, record = self.clock_s(), self._records.get(replica_id)
+        now_s, record = self.clock_s(), self.records.get(replica_id)
         if record is not None and sent_s < record.until_s:
             return False
         in_a_row = self._in_a_row.pop(replica_id, 0) + 1
@@ -65,41 +61,41 @@ class OutlierDetector:
         level = 1 if record is None else self._level(record, now_s) + 1
         most_s, base_s = self._settings.max_s, self._settings.base_s
         ejected_for_s = min(base_s * 2.0 ** min(level - 1, 30), most_s)
-        self._records[replica_id] = _Record(level, now_s, now_s + ejected_for_s)
+        self.records[replica_id] = _Record(level, now_s, now_s + ejected_for_s)
         return True
 
     def begin(self, replica_id: str, sent_s: float) -> None:
         """Note that an answer has begun: the replica works."""
         self._in_a_row.pop(replica_id, None)
-        record = self._records.get(replica_id)
+        record = self.records.get(replica_id)
         if record is None or sent_s < record.until_s:
             return
         record.num_begun += 1
         if self._readmitted(record) and not self._level(record, self.clock_s()):
-            del self._records[replica_id]
+            del self.records[replica_id]
 
     def admits(self, replica_id: str, num_in_flight: int) -> bool:
         """Whether a replica with so many requests in flight may be sent another."""
-        record = self._records.get(replica_id)
+        record = self.records.get(replica_id)
         if record is None or self._readmitted(record):
             return True
         return self.clock_s() >= record.until_s and num_in_flight < 2**record.num_begun
 
     def ejected_s(self, replica_id: str) -> float:
         """Time until a replica is readmitted, seconds; 0: it is not ejected."""
-        record = self._records.get(replica_id)
+        record = self.records.get(replica_id)
         return 0.0 if record is None else max(record.until_s - self.clock_s(), 0.0)
 
     def keep(self, replica_ids: Iterable[str]) -> None:
         """Forget the replicas that are not there, once they would be readmitted."""
         if self._in_a_row:
             self._in_a_row = {r: n for r, n in self._in_a_row.items() if r in set(replica_ids)}
-        if self._records:
+        if self.records:
             kept, now_s = set(replica_ids), self.clock_s()
             # Until then they may come back, or have not been found yet since a restart.
-            self._records = {
+            self.records = {
                 name: one
-                for name, one in self._records.items()
+                for name, one in self.records.items()
                 if name in kept or now_s < one.until_s
             }
 
@@ -108,7 +104,7 @@ class OutlierDetector:
         now_s = self.clock_s()
         return {
             replica_id: [one.level, one.ejected_s - now_s, one.until_s - now_s, one.num_begun]
-            for replica_id, one in self._records.items()
+            for replica_id, one in self.records.items()
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -124,7 +120,7 @@ class OutlierDetector:
             records[replica_id] = _Record(
                 int(level), now_s + float(ejected_s), ends_s, int(num_begun)
             )
-        self._records = records
+        self.records = records
 
     def _readmitted(self, record: _Record) -> bool:
         return record.num_begun >= self._settings.readmit_after
@@ -135,8 +131,12 @@ class OutlierDetector:
         return max(record.level - int(quiet_s / self._settings.max_s), 0)
 
 
-class BackOff:
-    """What is not asked again for a while, and for twice as long each time that it refuses."""
+class BackOff(dict[tuple[Any, ...], tuple[float, float]]):
+    """What is not asked again for a while, and for twice as long each time that it refuses.
+
+    Until when, and for how long that was, by what is left alone; what does again what it refused
+    is popped.
+    """
 
     def __init__(
         self, base_s: float, max_s: float, clock_s: Callable[[], float] = time.monotonic
@@ -148,35 +148,21 @@ class BackOff:
             max_s: Longest such time, seconds.
             clock_s: Any clock that does not go back, seconds.
         """
+        super().__init__()
         self._base_s, self._max_s, self._clock_s = base_s, max_s, clock_s
-        self._rests: dict[tuple[Any, ...], tuple[float, float]] = {}
-        """Until when, and for how long that was, by what is left alone."""
-
-    def __len__(self) -> int:
-        """How many have refused, and not been forgotten since."""
-        return len(self._rests)
-
-    def __contains__(self, what: object) -> bool:
-        """Whether something has refused, and not been forgotten since."""
-        return what in self._rests
 
     def refuse(self, what: tuple[Any, ...], told_s: float | None = None) -> None:
         """Note a refusal; `told_s` is when it says that it may be asked again, seconds."""
         now_s = self._clock_s()
-        until_s, rest_s = self._rests.get(what, (-math.inf, 0.0))
+        until_s, rest_s = self.get(what, (-math.inf, 0.0))
         # Those that were on their way when it refused say nothing new.
         if now_s >= until_s:
             rest_s = min(max(2.0 * rest_s, self._base_s), self._max_s)
             until_s = now_s + rest_s
         told_until_s = now_s + min(told_s or 0.0, self._max_s)
-        self._rests[what] = (max(until_s, told_until_s), rest_s)
-
-    def forget(self, what: tuple[Any, ...]) -> None:
-        """Ask again at once: it does what it refused."""
-        if self._rests:
-            self._rests.pop(what, None)
+        self[what] = (max(until_s, told_until_s), rest_s)
 
     def left_s(self, what: tuple[Any, ...]) -> float:
         """Time for which it is still left alone, seconds; 0: it may be asked."""
-        until_s, _ = self._rests.get(what, (0.0, 0.0))
+        until_s, _ = self.get(what, (0.0, 0.0))
         return max(until_s - self._clock_s(), 0.0)

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from serve_app.cluster import Cluster
+from serve_app.gateway.answer import Answer
 from serve_app.gateway.exchange import Backend
 from serve_app.gateway.generation import ReplicaFull
 from serve_app.gateway.history import History
@@ -26,7 +27,7 @@ from serve_app.gateway.outliers import BackOff, OutlierDetector
 from serve_app.gateway.pick import Pick
 from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
 from serve_app.policy.picker import ReplicaPicker
-from serve_app.policy.runner import RAY_DEFAULT, ReplicaChoice
+from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
 from tokenyard.routing.observation import WAIT_S
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.sent_queues import SentQueues
@@ -37,7 +38,7 @@ from tokenyard.routing.snapshot_table import (
     SnapshotTable,
     keep_with_room,
 )
-from tokenyard.routing.types import Decision, OrderKey, Request
+from tokenyard.routing.types import Decision, Request
 from tokenyard.types import FloatArray, IntArray
 
 logger = logging.getLogger(__name__)
@@ -49,58 +50,6 @@ _LACK_BASE_S, _LACK_MAX_S = 10.0, 300.0
 
 
 ReplicaStatus = Literal["ready", "draining", "ejected", "full", "unreachable"]
-
-
-class Placeable(Protocol):
-    """A request, as far as its placement needs to know it."""
-
-    @property
-    def request_id(self) -> str:
-        """Its name, the same for every attempt."""
-
-    @property
-    def prompt(self) -> Prompt:
-        """Its prompt."""
-
-    @property
-    def sticks_to(self) -> str | None:
-        """The one replica that can answer it; None: any."""
-
-    @property
-    def needed_tokens(self) -> int:
-        """Prompt and longest answer."""
-
-    @property
-    def needs(self) -> tuple[str, bytes]:
-        """Model and route that a replica has to know."""
-
-    def fits(self, backend: Backend) -> bool:
-        """Whether the replicas of a pool can answer it."""
-
-    @property
-    def arrival_s(self) -> float:
-        """Unix time, seconds."""
-
-    @property
-    def tried(self) -> set[str]:
-        """Replicas that it must not be sent to again."""
-
-    @property
-    def due_s(self) -> float:
-        """Its SLO for the first token, or for the response where that has none, seconds."""
-
-    @property
-    def tenant(self) -> str:
-        """Who is to be served; empty: nobody who is known."""
-
-    @property
-    def tenant_share(self) -> float:
-        """Share of the service that the tenant is entitled to, in (0, 1]."""
-
-    is_ordered: bool
-    """Whether it has been placed before, or held, and so has the key that it waits by."""
-    order_key: OrderKey | None
-    """That key, Unix time, seconds; None: it waits behind all that are there."""
 
 
 class Placement:
@@ -133,11 +82,11 @@ class Placement:
         scenario = load_scenario(cluster.scenario)
         self._max_overtaking_s = scenario.max_overtaking_s
         self._has_tenants, self._num_servers = bool(cluster.tenants), scenario.num_servers
-        self._most_in_flight = {one.name: one.max_ongoing for one in cluster.external_pools}
+        self._most_in_flight = {pool.name: pool.max_ongoing for pool in cluster.external_pools}
         if cluster.queue is not None:
             # Else engines of ours, which know their own limit, say themselves when they are full.
             own = cluster.own_pools
-            self._most_in_flight |= {one.name: one.max_ongoing_requests for one in own}
+            self._most_in_flight |= {pool.name: pool.max_ongoing_requests for pool in own}
         self._most: FloatArray = np.zeros(0)
         """Of one replica, by the number of its pool."""
         none: IntArray = np.zeros(0, dtype=np.int64)
@@ -161,9 +110,10 @@ class Placement:
         now_s = self._clock_s()
         for backend in self._backends.values():
             backend.refresh(self._table, now_s)
+        self._outliers.keep(self._table.replicas)
         return now_s
 
-    async def pick(self, asked: Placeable) -> Pick | None:
+    async def pick(self, answer: Answer) -> Pick | None:
         """Choose a replica and reserve a place in it; None: there is none left.
 
         Raises:
@@ -171,63 +121,96 @@ class Placement:
         """
         started_ns, by_ray = time.perf_counter_ns(), None
         if self._picker.policy.name == RAY_DEFAULT:
-            by_ray = await self._ask_ray(asked.tried)
-        return self._pick(asked, by_ray, started_ns)
+            by_ray = await self._ask_ray(answer.tried)
+        return self.pick_now(answer, by_ray, started_ns)
 
-    def pick_now(self, asked: Placeable) -> Pick | None:
-        """As `pick`, without a wait: Ray's own router is not asked, and the baseline decides.
+    def pick_now(
+        self, answer: Answer, by_ray: str | None = None, started_ns: int = 0
+    ) -> Pick | None:
+        """As `pick`, without a wait: Ray's own router is not asked here.
+
+        Args:
+            answer: To the request that is placed.
+            by_ray: Replica that Ray's router has chosen; None: it was not asked.
+            started_ns: When it was asked, by `time.perf_counter_ns`.
 
         Raises:
             ReplicaFull: As `pick`.
         """
-        return self._pick(asked, None, time.perf_counter_ns())
-
-    def _pick(self, asked: Placeable, by_ray: str | None, started_ns: int) -> Pick | None:
         now_s = self.refresh()
-        pick = self._decide(asked, now_s, by_ray, started_ns)
-        if pick is not None:
-            self._reserve(asked, pick, now_s)
+        fitting = self._candidates(answer, now_s)
+        rows = self._with_room(fitting)
+        index = None if by_ray is None else self._index_of(by_ray, rows)
+        if not len(rows):
+            if len(fitting):
+                raise ReplicaFull("every endpoint has max_ongoing requests in flight")
+            self._check_rest(answer, now_s)
+            return None
+        request_id = answer.request.request_id
+        picker, arm = self._picker, self._picker.arm_of(request_id)
+        request, snapshots = self._seen_by(picker.deciding(arm), answer, rows)
+        if index is not None:
+            choice = picker.pick_by_ray(request, snapshots, index, started_ns, arm)
+        else:
+            # Either all that are offered were heard of lately, or none.
+            stale = now_s - snapshots.live[0, LIVE_OBSERVED_AT_S] > self._stale_after_s
+            choice = picker.pick(
+                request, snapshots, stale, arm, last_sent_s=snapshots.last_sent_s,
+                has_key=answer.is_ordered,
+            )  # fmt: skip
+        snapshots.release()
+        if not answer.tried:
+            # Only now: a shadow reads them in a thread of its own, and what was sent changes here.
+            picker.observe(request_id, choice)
+        order_key = answer.order_key  # A request keeps the key of its first placement.
+        if not answer.is_ordered:
+            bound_s = self._max_overtaking_s
+            order_key = bounded_key(choice.order_key, answer.arrival_s, now_s, bound_s)
+        replica = self._table.at(int(rows[choice.index]))
+        pick = Pick(now_s, replica, choice, snapshots, index is not None, order_key)
+        self._reserve(answer, pick)
         return pick
 
-    def give_key(self, asked: Placeable, expected_wait_s: Callable[[], float]) -> None:
+    def give_key(self, answer: Answer, expected_wait_s: Callable[[], float]) -> None:
         """Ask the policy for the key of a request that has to wait, where it has none yet.
 
         Args:
-            asked: The request.
+            answer: To the request.
             expected_wait_s: For how long that will be, as far as one can tell, seconds; only asked
                 where it gets a key.
         """
         picker, now_s = self._picker, self._clock_s()
-        runner = picker.deciding(picker.arm_of(asked.request_id))
-        rows = self._candidates(asked, now_s)
-        if asked.is_ordered or not runner.orders or not len(rows):
+        runner = picker.deciding(picker.arm_of(answer.request.request_id))
+        rows = self._candidates(answer, now_s)
+        if answer.is_ordered or not runner.orders or not len(rows):
             return
-        snapshots = self._shown(rows, asked.prompt)
-        request = self._request(asked, runner.loaded.predicted_total_tokens)
+        request, snapshots = self._seen_by(runner, answer, rows)
         decision = runner.decide(replace(request, held_s=expected_wait_s()), snapshots)
         snapshots.release()
         if isinstance(decision, Decision):
-            asked.order_key = bounded_key(
-                decision.order_key, asked.arrival_s, now_s, self._max_overtaking_s
+            answer.order_key = bounded_key(
+                decision.order_key, answer.arrival_s, now_s, self._max_overtaking_s
             )
-            asked.is_ordered = True
+            answer.is_ordered = True
 
     def has_room(self) -> bool:
         """Whether any replica takes another request."""
-        return bool(len(self._with_room(self._offered(self.refresh()))))
+        rows = self._table.offered(self.refresh(), self._stale_after_s)
+        return bool(len(self._with_room(self._admitted(rows))))
 
-    def fitting(self, asked: Placeable) -> tuple[str, ...]:
+    def fitting(self, answer: Answer) -> tuple[str, ...]:
         """Names of the pools that can answer a request."""
-        return tuple(name for name, one in self._backends.items() if asked.fits(one))
+        return tuple(name for name, pool in self._backends.items() if answer.fits(pool))
 
     def windows(self) -> list[dict[str, Any]]:
         """How full each replica is: requests in flight, and how many there may be; None: any."""
         return [
             {
-                "replica_id": one.replica_id, "pool": one.pool, "in_flight": one.in_flight.count,
-                "max_ongoing": self._most_in_flight.get(one.pool),
+                "replica_id": each.replica_id, "pool": each.pool,
+                "in_flight": each.in_flight.count,
+                "max_ongoing": self._most_in_flight.get(each.pool),
             }
-            for one in self._table.replicas.values()
+            for each in self._table.replicas.values()
         ]  # fmt: skip
 
     def finish(self, pick: Pick, request_id: str, now_s: float, response_s: float | None) -> None:
@@ -272,12 +255,13 @@ class Placement:
         if model is not None:
             self._listed[lacking] = model, replica.info.models
 
-    def note_begun(self, replica: ReplicaState, asked: Placeable) -> None:
-        """Note that a replica has begun to answer a request."""
-        self._full.forget((replica.replica_id,))
+    def begin(self, answer: Answer, replica: ReplicaState, sent_s: float) -> None:
+        """Note that a replica has begun to answer; `sent_s` is by the detector's clock."""
+        self._outliers.begin(replica.replica_id, sent_s)
+        self._full.pop((replica.replica_id,), None)
         if self._lacks:
-            for need in asked.needs:
-                self._lacks.forget((replica.replica_id, need))
+            for need in answer.needs:
+                self._lacks.pop((replica.replica_id, need), None)
 
     def state_of(self, replica: ReplicaState, now_s: float) -> ReplicaStatus:
         """Whether a replica could be sent a request at a time, Unix time, seconds, or why not."""
@@ -293,101 +277,76 @@ class Placement:
 
     def least_wait_s(self) -> float | None:
         """Shortest time until a replica could start on a prompt, seconds; None: there is none."""
-        rows = self._offered(self._clock_s())
+        rows = self._admitted(self._table.offered(self._clock_s(), self._stale_after_s))
         if not len(rows):
             return None
         return float(self._table.snapshots(rows, Prompt([0])).columns[:, WAIT_S].min())
 
-    def _decide(
-        self, asked: Placeable, now_s: float, by_ray: str | None, started_ns: int
-    ) -> Pick | None:
-        left = self._candidates(asked, now_s)
-        rows = self._with_room(left)
-        index = self._index_of(by_ray, rows)
-        if not len(rows):
-            if len(left):
-                raise ReplicaFull("every endpoint has max_ongoing requests in flight")
-            self._check_rest(asked, now_s)
-            return None
-        picker, arm = self._picker, self._picker.arm_of(asked.request_id)
-        snapshots = self._shown(rows, asked.prompt)
-        request = self._request(asked, picker.deciding(arm).loaded.predicted_total_tokens)
-        if index is not None:
-            choice = picker.pick_by_ray(request, snapshots, index, started_ns, arm)
-        else:
-            # Either all that are offered were heard of lately, or none.
-            stale = now_s - snapshots.live[0, LIVE_OBSERVED_AT_S] > self._stale_after_s
-            last_sent_s = snapshots.last_sent_s
-            choice = picker.pick(
-                request, snapshots, stale, arm, last_sent_s=last_sent_s, has_key=asked.is_ordered
-            )
-        snapshots.release()
-        if not asked.tried:
-            # Only now: a shadow reads them in a thread of its own, and what was sent changes here.
-            picker.observe(asked.request_id, choice)
-        replica = self._table.at(int(rows[choice.index]))
-        order_key = self._order_key(asked, choice, now_s)
-        return Pick(now_s, replica, choice, snapshots, index is not None, order_key)
-
-    def _shown(self, rows: IntArray, prompt: Prompt) -> SnapshotTable:
-        """What policies see of some replicas, with what may wait there where one looks at it."""
-        snapshots = self._table.snapshots(rows, prompt)
+    def _seen_by(
+        self, runner: PolicyRunner, answer: Answer, rows: IntArray
+    ) -> tuple[Request, SnapshotTable]:
+        """Return the request and some replicas as policies see them."""
+        snapshots = self._table.snapshots(rows, answer.prompt)
         if self._picker.sees_queues:
             # Here and not where a policy looks: one that never decides would let it grow.
             sent, waiting = self._sent, snapshots.live[:, LIVE_NUM_WAITING].copy()
             sent.keep_latest(sent.rows_of(snapshots.replica_ids), waiting)
             snapshots.sent = sent
-        return snapshots
+        context, slo = answer.prompt.num_tokens, answer.service_class
+        predicted = runner.loaded.predicted_total_tokens(context)
+        total = max(min(predicted, answer.needed_tokens), context + 1)
+        # Always a float: compiled policies are compiled anew for other types.
+        share = answer.tenant_share
+        if self._has_tenants:
+            # Orders are made for as many replicas as the scenario has, and here there are others.
+            share *= len(self._table.replicas) / self._num_servers
+        due_s = slo.ttft_s or slo.response_s
+        tenant = answer.request.tenant
+        request = Request(answer.arrival_s, context, float(total), due_s, tenant, share)
+        return request, snapshots
 
-    def _order_key(self, asked: Placeable, choice: ReplicaChoice, now_s: float) -> OrderKey | None:
-        """Key that a request waits by: it keeps that of its first placement."""
-        if asked.is_ordered:
-            return asked.order_key
-        bound_s = self._max_overtaking_s
-        return bounded_key(choice.order_key, asked.arrival_s, now_s, bound_s)
-
-    def _index_of(self, by_ray: str | None, rows: IntArray) -> int | None:
+    def _index_of(self, by_ray: str, rows: IntArray) -> int | None:
         """Position of Ray's choice among the candidates; None: it chose none of them."""
-        if by_ray is None:
-            return None
         replica = self._table.replicas.get(by_ray)
-        found = [] if replica is None else np.flatnonzero(rows == replica.row).tolist()
-        if found:
-            return int(found[0])
+        indices = [] if replica is None else np.flatnonzero(rows == replica.row).tolist()
+        if indices:
+            return int(indices[0])
         if self._ray is not None:
             self._ray.finished(by_ray)
         return None
 
-    def _candidates(self, asked: Placeable, now_s: float) -> IntArray:
+    def _candidates(self, answer: Answer, now_s: float) -> IntArray:
         """Rows of the replicas that the request may go to, shape (num,)."""
-        rows = self._fitting(asked, self._offered(now_s))
+        offered = self._table.offered(now_s, self._stale_after_s)
+        rows = self._fitting(answer, self._admitted(offered))
         if not len(rows):
             # Those that fit are stale or ejected, and only others are well.
-            rows = self._admitted(self._fitting(asked, self._table.offered(now_s, math.inf)))
+            rows = self._admitted(self._fitting(answer, self._table.offered(now_s, math.inf)))
         return rows
 
-    def _fitting(self, asked: Placeable, rows: IntArray) -> IntArray:
+    def _fitting(self, answer: Answer, rows: IntArray) -> IntArray:
         """Those of some rows that can answer the request and have not been tried."""
         table = self._table
-        if asked.sticks_to is not None:
-            known = table.replicas.get(asked.sticks_to)
-            rows = rows[rows == known.row] if known else rows[:0]
-        if asked.tried:
-            tried = [one.row for name in asked.tried if (one := table.replicas.get(name))]
+        sticks_to = answer.request.sticks_to
+        if sticks_to is not None:
+            holder = table.replicas.get(sticks_to)
+            rows = rows[rows == holder.row] if holder else rows[:0]
+        if answer.tried:
+            tried = [replica.row for name in answer.tried if (replica := table.replicas.get(name))]
             rows = rows[~np.isin(rows, tried)]
         if self._lacks:
             replicas = [table.at(row) for row in rows.tolist()]
-            lacks = [any(self._is_lacking(one, need) for need in asked.needs) for one in replicas]
+            needs = answer.needs
+            lacks = [any(self._is_lacking(each, need) for need in needs) for each in replicas]
             knows = ~np.array(lacks, dtype=bool)
             # Where none is known to know it, one is asked: it says so itself.
-            if knows.any() or asked.tried:
+            if knows.any() or answer.tried:
                 rows = rows[knows]
-        fitting = self.fitting(asked)
+        fitting = self.fitting(answer)
         if len(fitting) < len(self._backends):
             # None may be in flight at the others.
-            rows = self._below(
-                np.array([np.inf if name in fitting else 0.0 for name in table.pools]), rows
-            )
+            most = [np.inf if name in fitting else 0.0 for name in table.pools]
+            rows = self._with_room(rows, np.array(most))
         return rows
 
     def _is_lacking(self, replica: ReplicaState, need: str | bytes) -> bool:
@@ -404,11 +363,11 @@ class Placement:
             if model not in listed:
                 return True
             if listed != listed_then:
-                self._lacks.forget(lacking)
+                del self._lacks[lacking]
                 return False
         return self._lacks.left_s(lacking) > 0.0
 
-    def _check_rest(self, asked: Placeable, now_s: float) -> None:
+    def _check_rest(self, answer: Answer, now_s: float) -> None:
         """Find out whether a request has no replica because all that are left have no room.
 
         Raises:
@@ -416,34 +375,31 @@ class Placement:
         """
         if not self._full:
             return
-        rows = self._fitting(asked, self._table.offered(now_s, math.inf)).tolist()
+        rows = self._fitting(answer, self._table.offered(now_s, math.inf)).tolist()
         names = [self._table.at(row).replica_id for row in rows]
         rests_s = {name: left_s for name in names if (left_s := self._full.left_s((name,)))}
         if rests_s:
-            name = min(rests_s, key=lambda one: rests_s[one])
+            name = min(rests_s, key=rests_s.__getitem__)
             reason = "every endpoint has said lately that it has no room"
             raise ReplicaFull(reason, self._full_status[name], rests_s[name])
 
-    def _with_room(self, rows: IntArray) -> IntArray:
-        """Rows of the replicas with fewer requests in flight than their pool's `max_ongoing`."""
-        if not self._most_in_flight:
-            return rows
-        pools = self._table.pools
-        if len(self._most) != len(pools):  # They never go.
-            self._most = np.array([self._most_in_flight.get(name, np.inf) for name in pools])
-        return self._below(self._most, rows)
+    def _with_room(self, rows: IntArray, most: FloatArray | None = None) -> IntArray:
+        """Rows of the replicas with fewer requests in flight than they may have.
 
-    def _below(self, most: FloatArray, rows: IntArray) -> IntArray:
-        """Rows with fewer requests in flight than their pools' replicas may have."""
+        Args:
+            rows: To choose from, shape (num,).
+            most: Of one replica, by the number of its pool; None: its pool's `max_ongoing`.
+        """
+        if most is None:
+            if not self._most_in_flight:
+                return rows
+            pools = self._table.pools
+            if len(self._most) != len(pools):  # They never go.
+                self._most = np.array([self._most_in_flight.get(name, np.inf) for name in pools])
+            most = self._most
         out = np.empty_like(rows)
         num = keep_with_room(self._table.state, rows, most, out)
         return rows if num == len(rows) else out[:num]
-
-    def _offered(self, now_s: float) -> IntArray:
-        """Replicas to choose from: without those that are ejected, as long as there are others."""
-        rows = self._table.offered(now_s, self._stale_after_s)
-        self._outliers.keep(self._table.replicas)
-        return self._admitted(rows)
 
     def _admitted(self, rows: IntArray) -> IntArray:
         """Those of some rows that have room and are not ejected.
@@ -454,7 +410,7 @@ class Placement:
             names = [self._table.at(row).replica_id for row in rows.tolist()]
             rows = rows[np.array([not self._full.left_s((name,)) for name in names], dtype=bool)]
         outliers = self._outliers
-        if not outliers.watches:
+        if not outliers.records:
             return rows
         replicas = [self._table.at(row) for row in rows.tolist()]
         admitted = [outliers.admits(r.replica_id, r.in_flight.count) for r in replicas]
@@ -462,24 +418,14 @@ class Placement:
             admitted = [not outliers.ejected_s(r.replica_id) for r in replicas]
         return rows[np.array(admitted)] if any(admitted) else rows
 
-    def _request(self, asked: Placeable, predicted: Callable[[int], float]) -> Request:
-        """The request as a policy sees it."""
-        context = asked.prompt.num_tokens
-        total = max(min(predicted(context), asked.needed_tokens), context + 1)
-        # Always a float: compiled policies are compiled anew for other types.
-        share = asked.tenant_share
-        if self._has_tenants:
-            # Orders are made for as many replicas as the scenario has, and here there are others.
-            share *= len(self._table.replicas) / self._num_servers
-        return Request(asked.arrival_s, context, float(total), asked.due_s, asked.tenant, share)
-
-    def _reserve(self, asked: Placeable, pick: Pick, now_s: float) -> None:
+    def _reserve(self, answer: Answer, pick: Pick) -> None:
         """Note that the request is on its way, before anything else can be placed."""
         choice, replica = pick.choice, pick.replica
         context = choice.request.context_tokens
         match_tokens = int(pick.snapshots.live[choice.index, LIVE_MATCH_TOKENS])
         output_tokens = choice.request.predicted_total_tokens - context
-        replica.send(asked.request_id, asked.prompt, match_tokens, output_tokens, now_s)
+        request_id, now_s = answer.request.request_id, pick.time_s
+        replica.send(request_id, answer.prompt, match_tokens, output_tokens, now_s)
         if self._picker.sees_queues:
             key_s = now_s if pick.order_key is None else pick.order_key.key_s
             self._sent.add(replica.replica_id, key_s, float(context))
@@ -499,7 +445,7 @@ class Placement:
             # Only this policy needs Ray, which takes seconds to import.
             module = await asyncio.to_thread(import_module, "serve_app.gateway.ray_default")
             self._ray = self._ray or module.RayDefault()
-        every = [one for backend in self._backends.values() for one in backend.ray_replicas()]
+        every = [r for backend in self._backends.values() for r in backend.ray_replicas()]
         self._ray.update(every)
         if len(every) <= len(tried):
             return None

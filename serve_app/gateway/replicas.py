@@ -85,25 +85,17 @@ class InFlight:
     def tell(self, row: Row) -> None:
         """Write all into a row, and from now on what changes."""
         self._row = row
+        self.count = len(self._requests)
+        """Requests in flight."""
+        self.prefill_tokens = max(self._prefill_tokens, 0.0)
+        """Prompt tokens believed to be still to compute."""
+        expected_tokens = self._output_tokens - self._generated_tokens
+        self.output_tokens = max(expected_tokens, float(self.count))
+        """Predicted tokens still to come; at least one for each request."""
         row[columns.STATE_IN_FLIGHT] = self.count
         row[columns.STATE_PREFILL_IN_FLIGHT] = self.prefill_tokens
         row[columns.STATE_OUTPUT_IN_FLIGHT] = self.output_tokens
         row[columns.STATE_MEAN_RESPONSE_S] = self.mean_response_s
-
-    @property
-    def count(self) -> int:
-        """Requests in flight."""
-        return len(self._requests)
-
-    @property
-    def prefill_tokens(self) -> float:
-        """Prompt tokens believed to be still to compute."""
-        return max(self._prefill_tokens, 0.0)
-
-    @property
-    def output_tokens(self) -> float:
-        """Predicted tokens still to come; at least one for each request."""
-        return max(self._output_tokens - self._generated_tokens, float(self.count))
 
     @property
     def held_tokens(self) -> int:
@@ -131,10 +123,7 @@ class InFlight:
         )
         self._prefill_tokens += assumed_prefill_tokens
         self._output_tokens += predicted_output_tokens
-        self._row[columns.STATE_IN_FLIGHT] = self.count
-        self._row[columns.STATE_PREFILL_IN_FLIGHT] = self.prefill_tokens
-        self._row[columns.STATE_OUTPUT_IN_FLIGHT] = self.output_tokens
-        self._remember(now_s)
+        self._change(now_s)
 
     def receive(self, request_id: str, num_generated: int) -> None:
         """Note how many tokens of a request have come so far."""
@@ -143,9 +132,12 @@ class InFlight:
             return
         if request.num_generated == 0:
             self._prefill_tokens -= request.assumed_prefill_tokens
+            self.prefill_tokens = max(self._prefill_tokens, 0.0)
             self._row[columns.STATE_PREFILL_IN_FLIGHT] = self.prefill_tokens
         self._generated_tokens += num_generated - request.num_generated
         request.num_generated = num_generated
+        expected_tokens = self._output_tokens - self._generated_tokens
+        self.output_tokens = max(expected_tokens, float(self.count))
         self._row[columns.STATE_OUTPUT_IN_FLIGHT] = self.output_tokens
 
     def close(self, request_id: str, now_s: float, response_s: float | None = None) -> None:
@@ -168,14 +160,14 @@ class InFlight:
             self.mean_response_s = (
                 response_s if math.isnan(recent) else recent + RECENT_WEIGHT * (response_s - recent)
             )
-        self.tell(self._row)
-        self._remember(now_s)
+        self._change(now_s)
 
     def prompts(self) -> Iterator[tuple[int, IntArray]]:
         """Length of each prompt in flight, tokens, and the names of its whole blocks."""
         return ((one.prompt_tokens, one.blocks) for one in self._requests.values())
 
-    def _remember(self, now_s: float) -> None:
+    def _change(self, now_s: float) -> None:
+        self.tell(self._row)
         self.num_changes += 1
         self._times_s.append(max(now_s, self._times_s[-1]))
         self._counts.append(self.count)
@@ -343,12 +335,13 @@ class ReplicaTable:
         self.pools: list[str] = []
         """Names of the pools, by their numbers in the rows."""
         self._prefixes: dict[int, PrefixIndex] = {}
-        self._state = np.zeros((_FIRST_ROWS, columns.NUM_STATE))
+        self.state = np.zeros((_FIRST_ROWS, columns.NUM_STATE))
+        """All rows as `snapshot_table` has them; only to be read."""
         self._free = list(range(_FIRST_ROWS - 1, -1, -1))
         self._at: list[ReplicaState | None] = [None] * _FIRST_ROWS
         self._sets: dict[bytes, Candidates] = {}
         self._match_tokens: IntArray = np.zeros(_FIRST_ROWS, dtype=np.int64)
-        """Of the prompt that was asked for last, by row."""
+        """Tokens of the last prompt that are believed to be cached, by row."""
         self._rows: IntArray | None = None
         """In the order of adding; None: not known since replicas came or went."""
         self._scratch: IntArray = np.zeros(0, dtype=np.int64)
@@ -372,7 +365,7 @@ class ReplicaTable:
         )  # fmt: skip
         if pool not in self.pools:
             self.pools.append(pool)
-        self._state[number, columns.STATE_POOL] = self.pools.index(pool)
+        self.state[number, columns.STATE_POOL] = self.pools.index(pool)
         self.replicas[replica_id] = self._at[number] = replica
         self._tell_profile(replica)
         self._rows = None
@@ -404,11 +397,6 @@ class ReplicaTable:
         assert replica is not None
         return replica
 
-    @property
-    def state(self) -> FloatArray:
-        """All rows as `snapshot_table` has them, shape (num_rows, NUM_STATE); only to be read."""
-        return self._state
-
     def offered(self, now_s: float, stale_after_s: float) -> IntArray:
         """Rows of replicas that take requests and were heard of lately; all, where there is none.
 
@@ -418,7 +406,7 @@ class ReplicaTable:
         if rows is None:
             rows = np.array([r.row for r in self.replicas.values() if not r.draining], np.int64)
             self._rows, self._scratch = rows, np.empty_like(rows)
-        num = offer(self._state, rows, now_s, stale_after_s, self._scratch)
+        num = offer(self.state, rows, now_s, stale_after_s, self._scratch)
         return rows if num == len(rows) else self._scratch[:num].copy()
 
     def snapshots(self, rows: IntArray, prompt: Prompt) -> SnapshotTable:
@@ -428,28 +416,23 @@ class ReplicaTable:
             rows: As `offered` has them, shape (num,).
             prompt: To be placed.
         """
+        matches = self._match_tokens
+        matches.fill(0)
+        for block_tokens, prefixes in self._prefixes.items():
+            if block_tokens:
+                # The last token is always computed.
+                most = (len(prompt.token_ids) - 1) // block_tokens
+                prefixes.match(prompt.blocks(block_tokens)[:most], block_tokens, matches)
+        if prompt.scale != 1.0 and any(self._prefixes):
+            matches[:] = matches * prompt.scale
         live = np.empty((len(rows), columns.NUM_LIVE))
-        fill_live(self._state, rows, self._matches(prompt), *self._mean_lengths_tokens, live)
+        fill_live(self.state, rows, matches, *self._mean_lengths_tokens, live)
 
         def count_blocks(block_tokens: int) -> FloatArray:
             replicas = map(self.at, rows.tolist())
             return np.array([float(one.prompt_blocks(prompt, block_tokens)) for one in replicas])
 
         return SnapshotTable(self._candidates(rows), live, count_blocks)
-
-    def _matches(self, prompt: Prompt) -> IntArray:
-        """Leading tokens of a prompt that are believed to be cached, by row."""
-        matches = self._match_tokens
-        matches.fill(0)
-        for block_tokens, prefixes in self._prefixes.items():
-            if not block_tokens:
-                continue
-            # The last token is always computed.
-            most = (len(prompt.token_ids) - 1) // block_tokens
-            prefixes.match(prompt.blocks(block_tokens)[:most], block_tokens, matches)
-        if prompt.scale != 1.0 and any(self._prefixes):
-            matches[:] = matches * prompt.scale
-        return matches
 
     def _candidates(self, rows: IntArray) -> Candidates:
         key = rows.tobytes()
@@ -461,7 +444,7 @@ class ReplicaTable:
             known = Candidates(
                 tuple(one.replica_id for one in replicas),
                 tuple(one.pool for one in replicas),
-                np.ascontiguousarray(self._state[rows, : columns.NUM_FIXED]),
+                np.ascontiguousarray(self.state[rows, : columns.NUM_FIXED]),
             )
             self._sets[key] = known
         return known
@@ -470,7 +453,7 @@ class ReplicaTable:
         if self._at[replica.row] is not replica:
             return  # It is gone, and the row may be another's.
         profile = replica.profile
-        self._state[replica.row, : columns.NUM_FIXED] = (
+        self.state[replica.row, : columns.NUM_FIXED] = (
             profile.slot_tokens_per_s(*self._mean_lengths_tokens), profile.max_batch,
             profile.iteration_s, profile.prefill_token_s, profile.sequence_s, profile.kv_token_s,
             profile.token_budget, profile.kv_capacity_tokens,
@@ -479,8 +462,8 @@ class ReplicaTable:
 
     def _grow(self) -> None:
         """Make room for twice as many."""
-        num = len(self._state)
-        self._state = np.vstack([self._state, np.zeros_like(self._state)])
+        num = len(self.state)
+        self.state = np.vstack([self.state, np.zeros_like(self.state)])
         self._free += range(2 * num - 1, num - 1, -1)
         self._at += [None] * num
         self._match_tokens = np.zeros(2 * num, dtype=np.int64)
@@ -489,4 +472,4 @@ class ReplicaTable:
 
     def _row(self, number: int) -> Row:
         # Python writes into a view of memory in a third of the time that numpy needs.
-        return memoryview(self._state[number])
+        return memoryview(self.state[number])

@@ -28,6 +28,8 @@ _CUT = re.compile(
 PEEK_BYTES = 64 << 10
 """Of the end of an answer that came at once, where it says how long it is."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_CUT_OFF = ("length", "max_tokens")
+"""Reasons for which an answer ends before the model would end it."""
 _KINDS = ("response.", "message_", "content_block_", "ping")
 """How the types of events of OpenAI's responses and of Anthropic's messages begin."""
 _ENDS: dict[str, FinishReason | None] = {
@@ -110,10 +112,11 @@ class EventPeek:
             if len(self._tail) <= _MAX_EVENT_BYTES:
                 return b""
             self._take_unknown()
-            return self._cut_tail()
+            lines, self._tail = bytes(self._tail), bytearray()
+            return lines
         lines = data if end == len(data) else data[:end]
         if self._tail:
-            lines = self._cut_tail() + lines
+            lines, self._tail = bytes(self._tail) + lines, bytearray()
         if end < len(data):
             self._tail += data[end:]
         self._look(lines)
@@ -124,29 +127,25 @@ class EventPeek:
 
         0: it is not, or may be something else. Nothing is noted of it: `feed` it otherwise.
         """
-        if self._tail or not self._is_plain or data[-1:] != b"\n" or _may_matter(data):
+        if self._tail or not self._is_plain or data[-1:] != b"\n":
             return 0
-        return _num_events(data)
+        return _count_plain(data) or 0
 
     def rest(self) -> bytes:
         """Return what came after the last whole line, once there is no more."""
-        rest = self._cut_tail()
+        rest, self._tail = bytes(self._tail), bytearray()
         self._look(rest)
-        self._end_event()
+        if self._data:
+            self._end_event()
         return rest
-
-    def _cut_tail(self) -> bytes:
-        tail = bytes(self._tail)
-        self._tail.clear()
-        return tail
 
     def _take_unknown(self) -> None:
         self.num_tokens += 1
         self._is_odd, self._is_plain = True, False
 
     def _look(self, lines: bytes) -> None:
-        if self._is_plain and not _may_matter(lines):
-            self.num_tokens += _num_events(lines)
+        if self._is_plain and (num_tokens := _count_plain(lines)) is not None:
+            self.num_tokens += num_tokens
             return
         at = start = int(self._follows_cr and lines.startswith(b"\n"))
         for line in lines[at:].splitlines(keepends=True):
@@ -164,34 +163,33 @@ class EventPeek:
 
     def _take_line(self, line: bytes) -> None:
         name, _, value = line.partition(b":")
+        value = value.strip()
         if not line:
-            self._end_event()
+            if self._data:
+                self._end_event()
+            self._name = b""
         elif name == b"event":
-            self._name = value.strip()
+            self._name = value
         elif name in (b"data", b"error"):  # llama.cpp has both.
             self._name = self._name if name == b"data" else name
-            self._take_data(value.strip())
+            if value == b"[DONE]":
+                self._is_done = True
+            elif self._data or not self._is_read(value):
+                # It says something together with other lines only.
+                self._data += value + b"\n"
+                if len(self._data) > _MAX_EVENT_BYTES:
+                    self._end_event()
         elif name not in (b"", b"id", b"retry"):
             self._take_unknown()
 
-    def _take_data(self, value: bytes) -> None:
-        """Read a line of data, unless it says something together with others only."""
-        if value == b"[DONE]":
-            self._is_done = True
-        elif self._data or not self._is_read(value):
-            self._data += value + b"\n"
-            if len(self._data) > _MAX_EVENT_BYTES:
-                self._end_event()
-
     def _end_event(self) -> None:
         """Read an event whose lines say nothing each by itself."""
-        if self._data:
-            data, self._data = bytes(self._data), bytearray()
-            self._is_odd = True
-            if not self._is_read(data):
-                if self._name == b"error":
-                    raise ErrorEvent(data.decode(errors="replace").strip())
-                self._take_unknown()
+        data, self._data = bytes(self._data), bytearray()
+        self._is_odd = True
+        if not self._is_read(data):
+            if self._name == b"error":
+                raise ErrorEvent(data.decode(errors="replace").strip())
+            self._take_unknown()
         self._name = b""
 
     def _is_read(self, data: bytes) -> bool:
@@ -224,9 +222,11 @@ class EventPeek:
             grows |= bool(choice.get("text")) or any(delta[key] for key in delta if key != "role")
             index, reason = choice.get("index", 0), choice.get("finish_reason")
             self._choices[index] = bool(reason) or self._choices.get(index, False)
-            self._end_with(reason)
+            if reason:
+                self.finish_reason = "length" if reason in _CUT_OFF else "stop"
         if kind == "message_delta":
-            self._end_with(event["delta"].get("stop_reason"))
+            if reason := event["delta"].get("stop_reason"):
+                self.finish_reason = "length" if reason in _CUT_OFF else "stop"
         elif kind in _ENDS:
             self._is_done, self.has_failed = True, _ENDS[kind] is None
             self.finish_reason = self.finish_reason or _ENDS[kind]
@@ -245,19 +245,13 @@ class EventPeek:
             # Metrics and decisions are told of it: no number is too large or negative there.
             self.num_tokens = int(min(max(used, 0), _MOST_TOKENS))
 
-    def _end_with(self, reason: str | None) -> None:
-        if reason:
-            self.finish_reason = "length" if reason in ("length", "max_tokens") else "stop"
 
+def _count_plain(lines: bytes) -> int | None:
+    """Events in whole lines; None: they may be anything but one more token each.
 
-def _num_events(lines: bytes) -> int:
-    """Events in whole lines."""
-    return lines.count(b"\ndata:") + lines.startswith(b"data:")
-
-
-def _may_matter(lines: bytes) -> bool:
-    """Whether events may be anything but one more token each: a chain, since each token asks."""
-    return (
+    A chain, since each token asks.
+    """
+    if (
         b'"finish_reason":"' in lines
         or b'"finish_reason": "' in lines
         or b'"usage":{' in lines
@@ -266,7 +260,9 @@ def _may_matter(lines: bytes) -> bool:
         or b"error" in lines
         or b'"response":{' in lines
         or b'"response": {' in lines
-    )
+    ):
+        return None
+    return lines.count(b"\ndata:") + lines.startswith(b"data:")
 
 
 def peek_whole(body: bytes) -> tuple[int, FinishReason, dict[str, int]]:

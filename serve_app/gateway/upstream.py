@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._hang_up: select.poll | None = None
+        self.hang_up: select.poll | None = None
         self._lost = False
         self._begin()
 
@@ -159,11 +159,6 @@ class Connection(asyncio.Protocol):
             and not transport.is_closing()
             and not transport.get_write_buffer_size()
         )
-
-    @property
-    def is_closed_there(self) -> bool:
-        """Whether the endpoint has closed it, which the event loop may not have told yet."""
-        return self._hang_up is not None and bool(self._hang_up.poll(0))
 
     def send(self, head: bytes, body: bytes) -> bool:
         """Send a request; its answer is the next that is read. False: the connection was lost."""
@@ -245,8 +240,8 @@ class Connection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         _notice_lost_host(sock)
         if hasattr(select, "POLLRDHUP"):  # Linux has it.
-            self._hang_up = select.poll()
-            self._hang_up.register(sock.fileno(), select.POLLRDHUP)
+            self.hang_up = select.poll()
+            self.hang_up.register(sock.fileno(), select.POLLRDHUP)
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, and wake whoever reads."""
@@ -255,8 +250,12 @@ class Connection(asyncio.Protocol):
             self.close()
             return
         self.heard = True
-        if self._take is not None and self._between_chunks and self._is_chunk_taken(data):
-            return
+        take, waiter = self._take, self._waiter
+        if take is not None and self._between_chunks and not self._pieces:
+            # What is one whole chunk the parser need not see.
+            is_awaited = waiter is not None and not waiter.done() and self._error is None
+            if is_awaited and (body := _body_of_chunk(data)) and take(body, data):
+                return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
@@ -269,22 +268,10 @@ class Connection(asyncio.Protocol):
                 self.fail(UpstreamError("sent headers that are too long"))
         self._wake()
 
-    @property
-    def _is_awaited(self) -> bool:
-        """Whether somebody waits for a piece, who has not been woken."""
-        return self._waiter is not None and not self._waiter.done() and self._error is None
-
-    def _is_chunk_taken(self, data: bytes) -> bool:
-        """Give away what is one whole chunk, which the parser then need not see."""
-        take, body = self._take, _body_of_chunk(data)
-        if not body or take is None or self._pieces or not self._is_awaited:
-            return False
-        return take(body, data)
-
     def _is_taken(self, take: Take) -> bool:
         """Give away what has come; False: whoever reads has to look."""
-        pieces = self._pieces
-        if self._done or not self._is_awaited:
+        pieces, waiter = self._pieces, self._waiter
+        if self._done or self._error is not None or waiter is None or waiter.done():
             return False
         if pieces:
             piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -457,7 +444,8 @@ class UpstreamClient:
         while origin.idle:
             connection = origin.idle.pop()
             is_fresh = connection.idle_since_s > oldest_s and connection.is_reusable
-            if is_fresh and not connection.is_closed_there:
+            # The event loop may not have told yet that the endpoint has closed it.
+            if is_fresh and not (connection.hang_up and connection.hang_up.poll(0)):
                 return connection
             connection.close()
         return None

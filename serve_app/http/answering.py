@@ -38,22 +38,22 @@ class AsgiDownstream:
         self._ends_line = True
         self._added: Headers = ()
         self._every_s = every_s
-        self._comments: asyncio.Task[None] | None = None
+        self.comments: asyncio.Task[None] | None = None
 
     def add_headers(self, headers: Headers) -> None:
         """Have these in the head, in place of all of an endpoint's about limits."""
         self._added = headers
 
     def comment(self) -> None:
-        """Send comments, if any are wanted, until something else is sent of the body."""
-        if self._every_s is not None:
-            self._comments = asyncio.create_task(self._comment(self._every_s))
+        """Send comments until something else is sent of the body."""
+        assert self._every_s is not None
+        self.comments = asyncio.create_task(self._comment(self._every_s))
 
     def be_silent(self) -> None:
         """Send no more comments."""
-        if self._comments is not None:
-            self._comments.cancel()
-            self._comments = None
+        assert self.comments is not None
+        self.comments.cancel()
+        self.comments = None
 
     async def _comment(self, every_s: float) -> None:
         while True:
@@ -69,18 +69,19 @@ class AsgiDownstream:
             Unserved: They had, and it says something else.
         """
         self.begun = True
-        self.be_silent()
+        if self.comments is not None:
+            self.be_silent()
         if not self.has_head:
             await self._send_head(status, headers)
         elif not _are_events(headers):
             raise Unserved("the endpoint answered with something else than a stream of events")
-        if self.has_events:
+        if self.has_events and self._every_s is not None:
             self.comment()
 
     async def _send_head(self, status: int, headers: Headers) -> None:
         named = list(headers)
         if self._added:
-            named = [one for one in named if not one[0].startswith(LIMITS)]
+            named = [header for header in named if not header[0].startswith(LIMITS)]
             named += self._added
         if all(name != b"x-request-id" for name, _ in named):
             named.append((b"x-request-id", self._request.request_id.encode()))
@@ -89,7 +90,8 @@ class AsgiDownstream:
 
     async def write(self, data: bytes) -> None:
         """Send a piece of the body; waits while the caller reads too slowly."""
-        self.be_silent()
+        if self.comments is not None:
+            self.be_silent()
         self._ends_line = data.endswith((b"\n\n", b"\r\n\r\n"))
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -160,7 +162,8 @@ async def answer(
     """
     every_s = gateway.cluster.gateway.sse_keep_alive_interval_s if request.call.stream else None
     downstream = AsgiDownstream(send, request, connection, every_s)
-    downstream.comment()
+    if every_s is not None:
+        downstream.comment()
     with CancelOnDisconnect(receive, connection) as caller:
         try:
             await gateway.serve(request, service_class, downstream)
@@ -173,6 +176,7 @@ async def answer(
                 await downstream.end_with_error(error)
             return
         finally:
-            downstream.be_silent()
+            if downstream.comments is not None:
+                downstream.be_silent()
     if not caller.is_gone:
         await downstream.end()

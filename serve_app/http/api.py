@@ -64,9 +64,9 @@ def create_gateway_api(gateway: Gateway, tokenizers: Tokenizers, access: Access)
     if (cors := gateway.cluster.gateway.cors) is not None:
         api.add_middleware(with_cors, cors=cors)
     if not gateway.cluster.decide_only:
-        path = DataPath(gateway, tokenizers, errors.refuse)
-        intake = Intake(path, access, bodies, errors.refuse)
-        api.data_path = with_cors(intake, gateway.cluster.gateway.cors)
+        intake = Intake(access, bodies, errors.refuse)
+        path = DataPath(gateway, tokenizers, intake, errors.refuse)
+        api.data_path = with_cors(path, gateway.cluster.gateway.cors)
     for router in _routers(gateway, access):
         api.include_router(router)
         for own in router.routes:

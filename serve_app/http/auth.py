@@ -6,7 +6,6 @@ import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection
-from starlette.types import Scope
 
 from serve_app.gateway.callers import (
     ADMIN_TOKEN,
@@ -24,7 +23,6 @@ from serve_app.policy.audit_log import ACTOR
 _PROXY_HEADERS = ("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip")
 _PROXY_PREFIXES = ("x-forwarded-", "cf-", "x-envoy-", "x-original-")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-_CALLER = "caller"
 _KEY_HEADERS = ("authorization", "x-api-key")
 """OpenAI's clients have the first, Anthropic's the second."""
 
@@ -69,6 +67,7 @@ class Access:
         tokens = [ApiKey.of_token(name, one, admin) for name, one, admin in given if one]
         self._tokens = KeyRing(tokens, UNLIMITED if token is None and keys is None else None)
         self._local_admin, self.keys = local_admin, keys
+        self._has_keys = bool(tokens) or keys is not None
 
     def open(self) -> None:
         """Read the file of keys, if there is one.
@@ -115,6 +114,8 @@ class Access:
         Raises:
             Denied: The key is missing, wrong or not for that.
         """
+        if not self._has_keys:
+            return ANYBODY
         key = self._key_of(request)
         if key is not None:
             if generates and not key.generates:
@@ -188,17 +189,6 @@ class Access:
             return None
         found = (ring.find(given.strip()) for ring in self._rings())
         return next((one for one in found if one is not None), None)
-
-
-def note_caller(scope: Scope, caller: Caller) -> None:
-    """Write down who asks, for whoever handles the request."""
-    scope.setdefault("state", {})[_CALLER] = caller
-
-
-def caller_of(scope: Scope) -> Caller:
-    """Return who asks."""
-    found: Caller = scope.get("state", {}).get(_CALLER, ANYBODY)
-    return found
 
 
 def _address_of(request: HTTPConnection) -> str:

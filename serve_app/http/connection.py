@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-_CONNECTION = "caller_connection"
+CONNECTION = "caller_connection"
+"""Its name in a scope's `state`."""
 
 
 class Leavable(Protocol):
@@ -18,16 +20,15 @@ class Leavable(Protocol):
     """Is called when the caller leaves."""
 
 
+@dataclass(slots=True)
 class CallerConnection:
     """What a request of this listener can do beside ASGI, whose calls may wait.
 
     Only a task can wait, and to make or to wake one takes longer than to write a token.
     """
 
-    __slots__ = ("_cycle", "_protocol")
-
-    def __init__(self, protocol: Leavable, cycle: RequestResponseCycle) -> None:
-        self._protocol, self._cycle = protocol, cycle
+    _protocol: Leavable
+    _cycle: RequestResponseCycle
 
     @property
     def has_body(self) -> bool:
@@ -62,12 +63,7 @@ class CallerConnection:
         return True
 
 
-def note_connection(state: MutableMapping[str, Any], connection: CallerConnection) -> None:
-    """Write the connection that a request came by into its scope's `state`."""
-    state[_CONNECTION] = connection
-
-
 def connection_of(scope: Scope) -> CallerConnection | None:
     """Return the connection that a request came by; None: it is another server's."""
-    found: CallerConnection | None = scope.get("state", {}).get(_CONNECTION)
-    return found
+    connection: CallerConnection | None = scope.get("state", {}).get(CONNECTION)
+    return connection

@@ -33,7 +33,7 @@ from serve_app.http.auth import Access, Denied
 from serve_app.http.connection import connection_of
 from serve_app.http.disconnect import CancelOnDisconnect
 from serve_app.http.generation_reader import Generation, GenerationReader
-from serve_app.http.intake import Intake, PendingBodies, TooMuch
+from serve_app.http.intake import IntakeMiddleware, PendingBodies, TooMuch
 from serve_app.http.peek import read_fields
 from serve_app.http.reasons import BadRequest, kind_of, openai_error
 from tokenyard.routing.types import OrderKey
@@ -55,7 +55,7 @@ def create_engine_api(
         secret: Bearer token of whoever may ask.
     """
     bodies = PendingBodies(limits.body_timeout_s, 2 * limits.max_in_flight, limits.max_body_bytes)
-    return Intake(EngineApi(engine, reader), Access(secret), bodies, _refuse)
+    return IntakeMiddleware(EngineApi(engine, reader), Access(secret), bodies, _refuse)
 
 
 class EngineApi:

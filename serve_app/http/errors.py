@@ -16,7 +16,7 @@ from serve_app.gateway.gateway import Refused, Unanswerable, Unserved
 from serve_app.gateway.generation import RequestRejected
 from serve_app.http.auth import Access, Denied
 from serve_app.http.decide_schema import Problem
-from serve_app.http.intake import OPENAI_PATHS, Intake, PendingBodies, TooMuch, route_path
+from serve_app.http.intake import OPENAI_PATHS, IntakeMiddleware, PendingBodies, TooMuch, route_path
 from serve_app.http.reasons import BadRequest, envelope, reason_of
 from serve_app.policy.runner import IncompatibleRequest
 
@@ -48,7 +48,7 @@ def install(api: FastAPI, access: Access, bodies: PendingBodies) -> None:
         (RequestRejected, _on_rejected),
     ):
         api.add_exception_handler(error, handle)
-    api.add_middleware(Intake, access=access, bodies=bodies, answer=_on_turned_away)
+    api.add_middleware(IntakeMiddleware, access=access, bodies=bodies, refuse=_on_turned_away)
 
 
 async def refuse(request: Request, error: Exception) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from itertools import chain
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import HTTPConnection, Request
@@ -11,7 +12,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.cluster import Cors
-from serve_app.http.auth import Access, Denied, note_caller
+from serve_app.gateway.callers import ANYBODY, Caller
+from serve_app.http.auth import Access, Denied
 from serve_app.http.connection import connection_of
 from serve_app.http.decide_schema import MAX_BODY_BYTES
 
@@ -33,11 +35,12 @@ _BODILESS = ("GET", "HEAD", "OPTIONS")
 _CODECS = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "gzip", "zstd": "zstd", "br": "brotli"}
 """Encodings of bodies, and what decodes them: that of gzip takes zlib's form, too."""
 _MOST_CODINGS = 2
+_OF_BODY = (b"content-length", b"transfer-encoding")
 _OF_CODED = (b"content-encoding", b"content-length")
 _MIN_BYTES_PER_S = 16 << 10
 """Of a body on its way, on average, after `body_timeout_s`: or it would hold its place for ever."""
 
-Answer = Callable[[Request, Exception], Awaitable[Response]]
+Refusal = Callable[[Request, Exception], Awaitable[Response]]
 
 
 def route_path(scope: Scope) -> str:
@@ -53,14 +56,6 @@ class TooMuch(Exception):
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(reason)
         self.status = status
-
-
-def are_too_large(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether headers are longer together than `MAX_HEADER_BYTES`."""
-    num_bytes = 0
-    for name, value in headers:
-        num_bytes += len(name) + len(value)
-    return num_bytes > MAX_HEADER_BYTES
 
 
 class PendingBodies:
@@ -82,9 +77,9 @@ class PendingBodies:
             max_openai_bytes: Longest body on routes that replicas answer.
             routes: More of these; one that ends with a slash stands for all that begin with it.
         """
-        self._timeout_s, self._most, self._max_openai_bytes = timeout_s, most, max_openai_bytes
+        self._timeout_s, self._most, self.max_openai_bytes = timeout_s, most, max_openai_bytes
         self._paths = OPENAI_PATHS | _OTHER_PATHS | {*routes}
-        self._prefixes = ("/v1/responses/", *(one for one in routes if one.endswith("/")))
+        self._prefixes = ("/v1/responses/", *(route for route in routes if route.endswith("/")))
         self._waiting: dict[asyncio.Timeout, None] = {}
 
     def are_handed_on(self, path: str) -> bool:
@@ -92,25 +87,16 @@ class PendingBodies:
         # Who stands before an endpoint may go up where a path says so.
         return path in self._paths or (path.startswith(self._prefixes) and "/." not in path)
 
-    def max_bytes(self, path: str) -> int:
-        """Longest body on a route."""
-        return self._max_openai_bytes if self.are_handed_on(path) else MAX_BODY_BYTES
-
-    async def read(
-        self, receive: Receive, max_bytes: int = MAX_BODY_BYTES, is_there: bool = False
-    ) -> bytes | None:
+    async def read(self, receive: Receive, max_bytes: int = MAX_BODY_BYTES) -> bytes | None:
         """Read a body; None: the caller has left.
 
         Args:
             receive: Gives pieces of it.
             max_bytes: Longest that is read.
-            is_there: Whether all of it has come, so that nothing is waited for.
 
         Raises:
             TooMuch: It is too large, late, or the oldest of too many.
         """
-        if is_there:
-            return await _read(receive, max_bytes)
         if len(self._waiting) >= self._most:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
@@ -138,7 +124,7 @@ class PendingBodies:
 
 
 async def _read(
-    receive: Receive, max_bytes: int, go_on: Callable[[int], None] = lambda _: None
+    receive: Receive, max_bytes: int, go_on: Callable[[int], None] | None = None
 ) -> bytes | None:
     body = bytearray()
     while True:
@@ -147,7 +133,8 @@ async def _read(
             return None
         body += message.get("body", b"")
         _check_size(len(body), max_bytes)
-        go_on(len(body))
+        if go_on is not None:
+            go_on(len(body))
         if not message.get("more_body"):
             return bytes(body)
 
@@ -168,76 +155,82 @@ def with_cors(app: ASGIApp, cors: Cors | None) -> ASGIApp:
 
 
 class Intake:
-    """ASGI middleware: refuses by headers alone what can be, then reads the body in time."""
+    """Refuses by headers alone what can be, then reads the body in time."""
 
-    def __init__(self, app: ASGIApp, access: Access, bodies: PendingBodies, answer: Answer) -> None:
-        """Stand before an application.
+    def __init__(self, access: Access, bodies: PendingBodies, refuse: Refusal) -> None:
+        """Take requests in.
 
         Args:
-            app: Sees requests whose bodies are there.
             access: Who may ask.
             bodies: Reads bodies.
-            answer: Writes a refusal.
+            refuse: Writes a refusal.
         """
-        self._app, self._access, self._bodies, self._answer = app, access, bodies, answer
+        self._access, self._bodies, self._refuse = access, bodies, refuse
+
+    async def take(self, scope: Scope, receive: Receive, send: Send) -> tuple[Caller, bytes] | None:
+        """Return who asks, and the body; None: they were refused, or have left."""
+        try:
+            caller, max_bytes, codings = self._check_head(scope)
+            if scope["method"] in _BODILESS and not any(
+                value for name, value in scope["headers"] if name in _OF_BODY
+            ):
+                return caller, b""
+            connection = connection_of(scope)
+            if connection is not None and connection.has_body:
+                body = await _read(receive, max_bytes)  # Nothing is waited for.
+            else:
+                body = await self._bodies.read(receive, max_bytes)
+            if body and codings:
+                # As it is from now on.
+                headers = scope["headers"]
+                scope["headers"] = [header for header in headers if header[0] not in _OF_CODED]
+                for coding in reversed(codings):
+                    body = _decoded(body, coding, max_bytes)
+        except (Denied, TooMuch) as error:
+            refusal = await self._refuse(Request(scope), error)
+            # What is left of the body is not waited for.
+            refusal.headers["connection"] = "close"
+            await refusal(scope, receive, send)
+            return None
+        return None if body is None else (caller, body)
+
+    def _check_head(self, scope: Scope) -> tuple[Caller, int, list[str]]:
+        """Refuse what can be; return who asks, the body's longest, and its encodings in order."""
+        if sum(map(len, chain.from_iterable(scope["headers"]))) > MAX_HEADER_BYTES:
+            raise TooMuch(f"headers are larger than {MAX_HEADER_BYTES} bytes", 431)
+        path, headers, caller = route_path(scope), dict(scope["headers"]), ANYBODY
+        if (generates := self._bodies.are_handed_on(path)) or path.startswith(_NEEDS_TOKEN):
+            caller = self._access.check_use(HTTPConnection(scope), generates)
+        length = headers.get(b"content-length", b"")
+        max_bytes = self._bodies.max_openai_bytes if generates else MAX_BODY_BYTES
+        _check_size(int(length) if length.isdigit() else 0, max_bytes)
+        if b"content-encoding" not in headers:
+            return caller, max_bytes, []
+        text = headers[b"content-encoding"].decode("latin-1").lower()
+        named = [part.strip() for part in text.split(",")]
+        codings = [coding for coding in named if coding not in ("", "identity")]
+        odd = text if len(codings) > _MOST_CODINGS else {*codings} - {*_CODECS}
+        if odd:
+            reason = f"content-encoding {text!r} is not known; send one of {', '.join(_CODECS)}"
+            raise TooMuch(reason, 415)
+        return caller, max_bytes, codings
+
+
+class IntakeMiddleware:
+    """ASGI middleware: an application sees requests that an intake takes, with their bodies."""
+
+    def __init__(
+        self, app: ASGIApp, access: Access, bodies: PendingBodies, refuse: Refusal
+    ) -> None:
+        """Stand before an application: see `Intake`."""
+        self._app, self._intake = app, Intake(access, bodies, refuse)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
-        try:
-            max_bytes, codings = self._check_head(scope)
-            body = await self._read_body(scope, receive, max_bytes, codings)
-        except (Denied, TooMuch) as error:
-            answer = await self._answer(Request(scope), error)
-            # What is left of the body is not waited for.
-            answer.headers["connection"] = "close"
-            await answer(scope, receive, send)
-            return
-        if body is not None:
-            await self._app(scope, _replay(body, receive), send)
-
-    async def _read_body(
-        self, scope: Scope, receive: Receive, max_bytes: int, codings: list[str]
-    ) -> bytes | None:
-        if not _has_body(scope):
-            return b""
-        connection = connection_of(scope)
-        is_there = connection is not None and connection.has_body
-        body = await self._bodies.read(receive, max_bytes, is_there)
-        if body and codings:
-            # As it is from now on.
-            scope["headers"] = [one for one in scope["headers"] if one[0] not in _OF_CODED]
-            for coding in reversed(codings):
-                body = _decoded(body, coding, max_bytes)
-        return body
-
-    def _check_head(self, scope: Scope) -> tuple[int, list[str]]:
-        """Refuse what can be; return how long the body may be, and its encodings, first to last."""
-        if are_too_large(scope["headers"]):
-            raise TooMuch(f"headers are larger than {MAX_HEADER_BYTES} bytes", 431)
-        path, headers = route_path(scope), dict(scope["headers"])
-        if (generates := self._bodies.are_handed_on(path)) or path.startswith(_NEEDS_TOKEN):
-            caller = self._access.check_use(HTTPConnection(scope), generates)
-            note_caller(scope, caller)
-        length, max_bytes = headers.get(b"content-length", b""), self._bodies.max_bytes(path)
-        _check_size(int(length) if length.isdigit() else 0, max_bytes)
-        if (named := headers.get(b"content-encoding")) is None:
-            return max_bytes, []
-        text = named.decode("latin-1").lower()
-        codings = [one for part in text.split(",") if (one := part.strip()) not in ("", "identity")]
-        odd = text if len(codings) > _MOST_CODINGS else {*codings} - {*_CODECS}
-        if odd:
-            reason = f"content-encoding {text!r} is not known; send one of {', '.join(_CODECS)}"
-            raise TooMuch(reason, 415)
-        return max_bytes, codings
-
-
-def _has_body(scope: Scope) -> bool:
-    if scope["method"] not in _BODILESS:
-        return True
-    return any(_header(scope, name) for name in (b"content-length", b"transfer-encoding"))
+        elif (taken := await self._intake.take(scope, receive, send)) is not None:
+            await self._app(scope, _replay(taken[1], receive), send)
 
 
 def _decoded(body: bytes, coding: str, max_bytes: int) -> bytes:
@@ -255,13 +248,6 @@ def _decoded(body: bytes, coding: str, max_bytes: int) -> bytes:
         raise TooMuch(f"body is not whole as content-encoding {coding!r}", 400) from None
     _check_size(len(decoded), max_bytes)
     return decoded
-
-
-def _header(scope: Scope, name: bytes) -> bytes | None:
-    for key, value in scope["headers"]:
-        if key == name:  # Servers write names in small letters, as ASGI asks.
-            return bytes(value)
-    return None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

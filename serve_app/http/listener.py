@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serve_app.cluster import Limits, TlsFiles
-from serve_app.http.connection import CallerConnection, note_connection
+from serve_app.http.connection import CONNECTION, CallerConnection
 from serve_app.http.intake import MAX_HEADER_BYTES
 from serve_app.http.log_limits import limit_log
 from serve_app.http.tls import Certificate
@@ -85,9 +85,8 @@ class _RequestParser(httptools.HttpRequestParser):
 
     @property
     def asks_for_upgrade(self) -> bool:
-        """Whether the request that is read does."""
-        names = (name for name, _ in self._protocol.headers)
-        return self.should_upgrade() and _UPGRADE in names
+        """Whether the head of the request that is read names an upgrade."""
+        return any(name == _UPGRADE for name, _ in self._protocol.headers)
 
     def feed_data(self, data: bytes | bytearray | memoryview | array[int]) -> None:
         """Parse, and read heads again that ask for an upgrade."""
@@ -131,11 +130,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.parser: _RequestParser = _RequestParser(self)
-
-    @property
-    def _guard(self) -> _Config:
         assert isinstance(self.config, _Config)
-        return self.config
+        self._guard = self.config
 
     @property
     def _address(self) -> str:
@@ -195,10 +191,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """End a head, unless it is about to be read again."""
-        if self.parser.asks_for_upgrade:
+        if self.parser.should_upgrade() and self.parser.asks_for_upgrade:
             return
         self._head_done = True
-        self._stop_timer()
+        if self._head_timer is not None:
+            self._stop_timer()
         super().on_headers_complete()
         if len(self.pipeline) == 1:
             # uvicorn reads no more while a request waits, and who does not read hears of no end.
@@ -208,13 +205,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _UntilClose()
         if self.cycle is not None:
-            note_connection(self.scope["state"], CallerConnection(self, self.cycle))
+            self.scope["state"][CONNECTION] = CallerConnection(self, self.cycle)
             if self._guard.hands_over:
                 self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         """End a request."""
-        if not self.parser.asks_for_upgrade:
+        if not (self.parser.should_upgrade() and self.parser.asks_for_upgrade):
             super().on_message_complete()
 
     def _expect_head(self) -> None:

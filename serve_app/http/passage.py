@@ -11,7 +11,7 @@ from serve_app.http import errors
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.http.data_path import DataPath, Tokenizers
-from serve_app.http.intake import Intake, PendingBodies, with_cors
+from serve_app.http.intake import Intake, IntakeMiddleware, PendingBodies, with_cors
 
 _ANSWERED_ALONE = frozenset(("/health", "/healthz", "/v1/models"))
 """Routes that a carrier answers while the decider is away."""
@@ -28,9 +28,10 @@ def create_carrier_api(carrier: Carrier, tokenizers: Tokenizers, access: Access)
     limits = carrier.cluster.limits
     routes, most = carrier.cluster.gateway.routes, 2 * limits.max_in_flight
     bodies = PendingBodies(limits.body_timeout_s, most, limits.max_body_bytes, routes)
-    data_path = Intake(DataPath(carrier, tokenizers, errors.refuse), access, bodies, errors.refuse)
+    intake = Intake(access, bodies, errors.refuse)
+    data_path = DataPath(carrier, tokenizers, intake, errors.refuse)
     alone = create_gateway_api(carrier.alone, tokenizers, access)
-    passage = Intake(_Passage(carrier, alone), access, bodies, errors.refuse)
+    passage = IntakeMiddleware(_Passage(carrier, alone), access, bodies, errors.refuse)
 
     async def api(scope: Scope, receive: Receive, send: Send) -> None:
         handle = data_path if bodies.are_handed_on(scope["path"]) else passage

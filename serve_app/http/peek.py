@@ -43,24 +43,6 @@ class Peek:
         given = self.fields.get("priority")
         return None if isinstance(given, str) else given
 
-    @property
-    def token_ids(self) -> list[int] | None:
-        """The prompt where it is given in tokens; None: it is not."""
-        for name in ("prompt", "input", "input_ids"):
-            ids = self.fields.get(name)
-            if isinstance(ids, list) and ids and all(type(one) is int for one in ids):
-                return ids
-        return None
-
-
-def peek(body: bytes) -> Peek:
-    """Read what matters of a body.
-
-    Raises:
-        BadRequest: As `read_fields`.
-    """
-    return _peek(read_fields(body))
-
 
 def peek_form(body: bytes, content_type: str) -> Peek:
     """Read what matters of `multipart/form-data`, which files of sound come in.
@@ -68,10 +50,12 @@ def peek_form(body: bytes, content_type: str) -> Peek:
     Raises:
         BadRequest: It is none.
     """
-    found = re.search(r'^multipart/form-data;.*boundary="?([^\s";]+)', content_type, re.IGNORECASE)
-    if found is None:
+    boundary = re.search(
+        r'^multipart/form-data;.*boundary="?([^\s";]+)', content_type, re.IGNORECASE
+    )
+    if boundary is None:
         raise BadRequest("body is neither JSON nor multipart/form-data with a boundary")
-    line, fields, model_at = b"--" + found[1].encode("latin-1"), dict[str, Any](), None
+    line, fields, model_at = b"--" + boundary[1].encode("latin-1"), dict[str, Any](), None
     at = 0
     for _ in range(_MAX_PARTS):
         start = body.find(b"\r\n\r\n", at, at + _MAX_PART_HEAD_BYTES) + 4
@@ -83,10 +67,11 @@ def peek_form(body: bytes, content_type: str) -> Peek:
             fields[name[1].decode("latin-1")] = body[start:end].decode("utf-8", "replace")
             model_at = (start, end) if name[1] == b"model" else model_at
     fields["stream"] = fields.get("stream", "").lower() in ("true", "1")
-    return _peek(fields, model_at)
+    return peek(fields, model_at)
 
 
-def _peek(fields: dict[str, Any], model_at: tuple[int, int] | None = None) -> Peek:
+def peek(fields: dict[str, Any], model_at: tuple[int, int] | None = None) -> Peek:
+    """Pick what matters from the fields of a body; `model_at` is of a form."""
     model = fields.get("model")
     named = next((fields[key] for key in _LENGTHS if type(fields.get(key)) is int), 0)
     names = (fields.get("service_tier"), fields.get("priority"))
@@ -95,7 +80,7 @@ def _peek(fields: dict[str, Any], model_at: tuple[int, int] | None = None) -> Pe
         model if isinstance(model, str) else None,
         fields.get("stream") is True,
         min(max(named, 0), _MOST_TOKENS),
-        next((one for one in names if isinstance(one, str)), None),
+        next((name for name in names if isinstance(name, str)), None),
         model_at,
     )
 

@@ -7,6 +7,7 @@ model from the `usage` of answers, so each answer corrects the estimates of late
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,7 +67,7 @@ class PromptSize:
     def __init__(self, fields: Mapping[str, Any], images: Formula) -> None:
         self._images, self._pieces = images, list[tuple[int, str]]()
         self._num_messages = 0
-        self.expected = dict[int, float]()
+        self.expected = defaultdict[int, float](float)
         """Tokens by kind, before anything is learnt."""
         for name in sorted([one for one in fields if one in _FIELDS], key=_FIELDS.__getitem__):
             is_format = name == "text" and type(fields[name]) is dict
@@ -78,13 +79,10 @@ class PromptSize:
             parts = (text for one, text in self._pieces if one == kind)
             self._measure("".join(parts) if len(kinds) > 1 else self.text, kind)
         if self._num_messages:
-            self._count(_MESSAGES, self._num_messages)
-            self._count(_IS_CHAT, 1)
+            self.expected[_MESSAGES] += self._num_messages * _PRIORS[_MESSAGES]
+            self.expected[_IS_CHAT] += _PRIORS[_IS_CHAT]
         if _TOOLS in self.expected:
-            self._count(_HAS_TOOLS, 1)
-
-    def _count(self, kind: int, number: float) -> None:
-        self.expected[kind] = self.expected.get(kind, 0.0) + number * _PRIORS[kind]
+            self.expected[_HAS_TOOLS] += _PRIORS[_HAS_TOOLS]
 
     def _measure(self, text: str, kind: int) -> None:
         """Count letters and marks, which take four times as many tokens, as spaces take none."""
@@ -92,10 +90,11 @@ class PromptSize:
         rest = data.translate(None, _LETTERS)
         if not text.isascii():
             num_wide, num_more = len(data.translate(None, _ASCII)), len(data) - len(text)
-            self._count(_WIDE, num_wide - num_more)
-            self._count(_WIDE + 1, num_more)
-        self._count(kind, len(data) - len(rest) - num_wide)
-        self._count(kind + 1, len(rest) - rest.count(b" ") - rest.count(b"\n"))
+            self.expected[_WIDE] += (num_wide - num_more) * _PRIORS[_WIDE]
+            self.expected[_WIDE + 1] += num_more * _PRIORS[_WIDE + 1]
+        self.expected[kind] += (len(data) - len(rest) - num_wide) * _PRIORS[kind]
+        num_marks = len(rest) - rest.count(b" ") - rest.count(b"\n")
+        self.expected[kind + 1] += num_marks * _PRIORS[kind + 1]
 
     def _read(self, value: Any, kind: int, depth: int) -> None:
         what = type(value)
@@ -108,7 +107,7 @@ class PromptSize:
         elif what is dict:
             self._read_part(value, kind, depth)
         elif value and type(value[0]) is int:
-            self._count(_COUNTED, len(value))
+            self.expected[_COUNTED] += len(value) * _PRIORS[_COUNTED]
         else:
             for one in value:
                 is_message = type(one) is dict and one.get("role") in _SPEAKERS
@@ -125,7 +124,8 @@ class PromptSize:
             held = part.get("image_url") or part.get("source") or part.get("image")
             found = held if isinstance(held, dict) else {"url": held, "detail": part.get("detail")}
             image = str(found.get("url") or found.get("data"))
-            self._count(_COUNTED, self._images(*size_of(image), found.get("detail") == "low"))
+            num_tokens = self._images(*size_of(image), found.get("detail") == "low")
+            self.expected[_COUNTED] += num_tokens * _PRIORS[_COUNTED]
             self._pieces.append((_NAME, image[-_NAME_LENGTH:]))
             return
         for one in (role, named):

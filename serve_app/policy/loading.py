@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class LoadedPolicy:
     artifact: PolicyArtifact | None = None
     """What it was made from; None for a hand-written rule."""
 
-    @property
+    @cached_property
     def draws(self) -> bool:
         """Whether the policy's own choice is random."""
         placement = str(RuleName.parse(self.card.name).placement)

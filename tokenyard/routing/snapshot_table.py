@@ -234,6 +234,8 @@ class SnapshotTable(SnapshotColumns):
         """
         self.candidates = candidates
         self.live = live
+        self.last_sent_s = live[:, LIVE_SENT_S]
+        """When each replica was last sent a request, Unix time, shape (num,)."""
         self._count_blocks = count_blocks
         self._columns: FloatArray | None = None
 
@@ -274,11 +276,6 @@ class SnapshotTable(SnapshotColumns):
         if self._count_blocks is None:
             return np.full(len(self), np.nan)
         return self._count_blocks(block_tokens)
-
-    @property
-    def last_sent_s(self) -> FloatArray:
-        """When each replica was last sent a request, Unix time, shape (num,)."""
-        return self.live[:, LIVE_SENT_S]
 
     def release(self) -> None:
         """Drop what can be derived again: whoever keeps the table long keeps less."""

@@ -10,7 +10,7 @@ from sizes import scaled
 
 from serve_app.cluster import Deadlines
 from serve_app.gateway.exchange import Call, InferenceRequest
-from serve_app.gateway.forwarding import Patience, _hand_on_events
+from serve_app.gateway.forwarding import ResponseTimer, _hand_on_events
 from serve_app.gateway.upstream import UpstreamError
 
 TEXT = st.text(max_size=6).filter(bool)
@@ -132,11 +132,11 @@ def handed_on(data, cuts, breaks=False, takes=(), at_once=False):
     )
 
     async def run():
-        patience = Patience(Deadlines(), request, 0.0)
+        timer = ResponseTimer(Deadlines(), request, 0.0)
         try:
-            await _hand_on_events(Upstream(pieces, breaks), attempt, patience, at_once)
+            await _hand_on_events(Upstream(pieces, breaks), attempt, timer, at_once)
         finally:
-            patience.stop()
+            timer.stop()
 
     try:
         asyncio.run(run())

@@ -215,7 +215,7 @@ def test_an_engine_that_fails_says_why_and_is_not_ejected(num_tokens, stream):
                 # Of a whole answer the gateway hears now and then how long it is.
                 assert re.fullmatch(reason.replace("3", "[123]"), told)
             assert answer.text.count('"text"') == num_tokens * stream
-        assert not gateway.outliers.watches
+        assert not gateway.outliers.records
 
     run(test)
 
@@ -260,7 +260,7 @@ def test_what_no_engine_of_a_pool_can_hold_is_400_and_is_asked_of_one_of_them_al
             assert sum(len(one.engine.asked) for one in sites) == 1
             fits = await client.post("/v1/completions", json=a_body(max_tokens=7))
             assert fits.status_code == 200
-        assert not gateway.outliers.watches
+        assert not gateway.outliers.records
 
     run(test, 2)
 
@@ -283,7 +283,7 @@ def test_a_replica_that_is_gone_is_ejected_and_one_that_dies_ends_its_answers_wi
             await until(lambda: not sites[0].engine.running)
             again = [await client.post("/v1/completions", json=a_body()) for _ in range(3)]
             assert [one.status_code for one in again] == [200] * 3
-        assert gateway.outliers.watches
+        assert gateway.outliers.records
 
     run(test, 2, outlier_ejection={"consecutive_failures": 1})
 
@@ -324,7 +324,7 @@ def test_a_replica_that_drains_finishes_what_it_has_and_others_get_the_rest():
             sites[0].engine.may_go_on.set()
             assert [len(events_of((await one).text)) for one in held] == [8, 8]
             await draining
-        assert not gateway.outliers.watches
+        assert not gateway.outliers.records
 
     run(test, 2)
 

@@ -131,7 +131,7 @@ def test_a_request_knows_its_tenant_where_it_is_placed(tmp_path):
             pick = gateway._placement.pick
 
             async def noted(answer):
-                seen.append((answer.tenant, answer.wanted.caller.key))
+                seen.append((answer.request.tenant, answer.request.caller.key))
                 return await pick(answer)
 
             gateway._placement.pick = noted

@@ -123,7 +123,7 @@ def test_what_refuses_is_left_alone_for_twice_as_long_each_time():
         rests_s.append(off.left_s(("a",)))
         now_s[0] += rests_s[-1]
     assert rests_s == [1.0, 2.0, 4.0, 5.0]
-    off.forget(("a",))
+    off.pop(("a",))
     off.refuse(("a",), told_s=3.0)
     assert off.left_s(("a",)) == 3.0
     off.refuse(("b",), told_s=1e9)
@@ -145,7 +145,7 @@ def test_an_event_that_names_the_callers_mistake_is_its_400_and_ejects_nobody(ev
             assert answer.status_code in (400, 422)
             assert answer.json()["error"]["message"] == TOO_LONG
             assert sum(one.num_asked for one in endpoints) == number
-        assert not gateway.outliers.watches
+        assert not gateway.outliers.records
 
     run(test, 3, outlier_ejection=AT_ONCE)
 
@@ -159,7 +159,7 @@ def test_an_image_that_no_endpoint_takes_is_the_callers_400_though_llamacpp_answ
             answer = await client.post("/v1/completions", json=BODY)
             assert (answer.status_code, answer.json()) == (400, told)
             assert sum(one.num_asked for one in endpoints) == number
-        assert not gateway.outliers.watches
+        assert not gateway.outliers.records
 
     run(test, 2, outlier_ejection=AT_ONCE)
 
@@ -169,7 +169,7 @@ def test_a_mistake_that_shows_after_the_first_token_ejects_nobody_either():
         endpoints[0].script = (an_event("a"), sse(CALLERS[0]), DONE)
         answer = await client.post("/v1/completions", json=BODY)
         assert TOO_LONG in answer.text
-        assert not gateway.outliers.watches
+        assert not gateway.outliers.records
 
     run(test, outlier_ejection=AT_ONCE)
 
@@ -186,7 +186,7 @@ def test_endpoints_that_sleep_cost_those_that_are_awake_no_request(num_asleep):
         for one in endpoints[:num_asleep]:
             one.status, one.script = 200, OK
         rests = gateway._placement._full
-        rests._rests = {name: (0.0, rest_s) for name, (_, rest_s) in rests._rests.items()}
+        rests.update({name: (0.0, rest_s) for name, (_, rest_s) in rests.items()})
         for _ in range(16):
             text_of(await client.post("/v1/completions", json=BODY))
         assert not rests
@@ -215,11 +215,11 @@ def test_where_none_has_room_the_caller_is_told_when_the_first_may_have(status, 
 
     async def told(client, gateway, endpoints):
         await test(client, gateway, endpoints)
-        gateway._placement._full._rests.clear()
+        gateway._placement._full.clear()
         answer = await client.post("/v1/completions", json=BODY)
         assert "come in 25" in answer.json()["error"]["message"]
         assert answer.headers["x-ratelimit-remaining-requests"] == "0"
-        assert not gateway.outliers.watches
+        assert not gateway.outliers.records
 
     run(told, 2)
 
@@ -237,7 +237,7 @@ def test_a_model_that_one_endpoint_does_not_know_is_asked_of_the_others():
             assert [text_of(one) for one in answers] == ["ok"] * len(answers)
         assert asks == 120
         assert odd.num_asked <= 8
-        assert not gateway.outliers.watches
+        assert not gateway.outliers.records
 
     run(test, 4)
 
@@ -259,7 +259,7 @@ def test_an_endpoint_that_lacks_a_model_is_asked_for_it_again_once_it_lists_it(m
             text_of(await client.post("/v1/completions", json=BODY))
         lacks = gateway._placement._lacks
         # However long that takes.
-        lacks._rests = {name: (0.0, rest_s) for name, (_, rest_s) in lacks._rests.items()}
+        lacks.update({name: (0.0, rest_s) for name, (_, rest_s) in lacks.items()})
         for _ in range(4):
             text_of(await client.post("/v1/completions", json=BODY))
         assert odd.num_asked == 1
@@ -310,7 +310,7 @@ def test_a_request_that_all_endpoints_fail_is_taken_for_the_cause():
             one.status, one.script = 500, (b"it broke",)
         for _ in range(6):
             assert (await client.post("/v1/completions", json=BODY)).status_code == 503
-        assert not gateway.outliers.watches
+        assert not gateway.outliers.records
 
     run(test, 4, outlier_ejection=AT_ONCE)
 

@@ -15,9 +15,15 @@ from unit.serve.test_serve_gateway import a_body, a_cluster, check
 
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import MAX_BODY_BYTES, RouteMessage
-from serve_app.http.intake import MAX_HEADER_BYTES, Intake, PendingBodies, TooMuch, route_path
+from serve_app.http.intake import (
+    MAX_HEADER_BYTES,
+    IntakeMiddleware,
+    PendingBodies,
+    TooMuch,
+    route_path,
+)
 from serve_app.http.openai_schema import ChatBody, CompletionBody
-from serve_app.http.peek import peek
+from serve_app.http.peek import peek, read_fields
 from serve_app.http.reasons import reason_of
 from serve_app.http.regions_schema import RegionsMessage
 
@@ -73,7 +79,7 @@ async def an_intake(timeout_s=60.0, most=8, token=None, max_bytes=MAX_BODY_BYTES
         return PlainTextResponse(str(error), status_code=error.status)
 
     bodies = PendingBodies(timeout_s, most, max_bytes)
-    intake = Intake(app, Access(token), bodies, answer)
+    intake = IntakeMiddleware(app, Access(token), bodies, answer)
     yield (lambda caller: intake(caller.scope, caller.receive, caller.send)), bodies_seen
 
 
@@ -277,7 +283,7 @@ def test_a_body_that_is_longer_than_it_said_is_refused():
 
 
 def test_a_length_that_no_float_holds_is_counted_with_a_bound():
-    assert peek(b'{"max_tokens": 1' + b"0" * 400 + b"}").max_tokens == 10**9
+    assert peek(read_fields(b'{"max_tokens": 1' + b"0" * 400 + b"}")).max_tokens == 10**9
 
 
 def test_a_body_that_takes_the_place_of_one_whose_time_is_just_up_is_read():

@@ -80,7 +80,7 @@ def test_replicas_that_are_gone_are_forgotten_once_they_would_be_readmitted():
     assert not detector.admits("a", 1)
     detector.keep(["b"])
     assert detector.admits("a", 1)
-    assert not detector.watches
+    assert not detector.records
 
 
 def idle(name, **fields):

@@ -12,7 +12,7 @@ from unit.serve.test_serve_external import run as run_stubs
 
 from serve_app.cluster import Deadlines
 from serve_app.gateway.exchange import Call, InferenceRequest
-from serve_app.gateway.forwarding import Patience
+from serve_app.gateway.forwarding import ResponseTimer
 from serve_app.gateway.gateway import Refused, Unanswerable, Unserved
 from serve_app.gateway.generation import RequestRejected
 from serve_app.gateway.sse import ErrorEvent, EventPeek
@@ -356,9 +356,9 @@ def waiting(monkeypatch):
 
     def begin(stream=True, prefill_s=0.0):
         request = InferenceRequest("1", [1], 8, Call(CHAT, b"", b"", stream))
-        patience = Patience(Deadlines(), request, prefill_s)
-        patience.watch(connection)
-        return patience
+        timer = ResponseTimer(Deadlines(), request, prefill_s)
+        timer.watch(connection)
+        return timer
 
     yield loop, connection, begin
     connection._waiter.get_loop().close()
@@ -375,9 +375,9 @@ def test_a_prompt_has_as_much_longer_as_it_takes_to_read(waiting):
 
 def test_comments_put_the_first_token_off(waiting):
     loop, connection, begin = waiting
-    patience = begin()
+    timer = begin()
     loop.run(50.0)
-    patience.wait_again()
+    timer.wait_again()
     loop.run(109.0)
     assert connection._error is None
     loop.run(111.0)
