@@ -444,5 +444,5 @@ def knobs_of(order: Term) -> dict[str, float]:
     values = order.values()
     names = dict.fromkeys((ORDERS[order.base].knob, SET_BACK))
     if len(values) > len(names):
-        raise ValueError(f"{str(order)!r} has {len(values)} numbers; give at most {len(names)}")
+        raise ValueError(f"{str(order)!r} has {len(values)} numbers behind @; give {len(names)}")
     return dict(zip(names, values, strict=False))
