@@ -175,8 +175,7 @@ def _check_residual(artifact: PolicyArtifact) -> None:
 
 
 def _check_inputs(artifact: PolicyArtifact) -> None:
-    metadata = artifact.metadata
-    if metadata.scaling is None:
+    if artifact.metadata.scaling is None:
         raise ValueError("a network needs scaling in its metadata")
 
 
@@ -253,14 +252,7 @@ def learned_policy(artifact: PolicyArtifact, started_at: datetime | None = None)
 def resolve_champion(
     scenario: str, path: str | Path | None = None, registry: RegistryLookup | None = None
 ) -> tuple[PolicyArtifact, str]:
-    """Find the policy that `champion` means, and say where it was found.
-
-    The order is that of `tokenyard.artifact.find_champion`.
-
-    Raises:
-        NoChampionError: There is none; `rule_for` says which rule decides.
-        ArtifactError: The first that is there cannot be used.
-    """
+    """As `tokenyard.artifact.find_champion`; where there is none, `rule_for` says what decides."""
     return find_champion(
         "routing", scenario, PolicyArtifact.load, "pipelines/sweep.py", path, registry
     )

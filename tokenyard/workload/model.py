@@ -111,18 +111,9 @@ class LengthTables(FrozenModel):
     @cached_property
     def arrays(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
         """The first five fields, in their order, as arrays."""
-        return (
-            np.array(self.context_probabilities),
-            np.array(self.context_tokens),
-            np.array(self.bin_edges_tokens),
-            np.array(self.generated_probabilities),
-            np.array(self.generated_tokens),
-        )
-
-    @cached_property
-    def bin_means(self) -> FloatArray:
-        """`mean_generated_tokens` as an array, shape (bins,)."""
-        return np.array(self.mean_generated_tokens)
+        context = np.array(self.context_probabilities), np.array(self.context_tokens)
+        generated = np.array(self.generated_probabilities), np.array(self.generated_tokens)
+        return *context, np.array(self.bin_edges_tokens), *generated
 
 
 class WorkloadModel(FrozenModel):
@@ -156,11 +147,8 @@ class WorkloadModel(FrozenModel):
     ) -> FloatArray:
         """Draw arrival times of the bursty process, started from its long-run distribution.
 
-        Args:
-            num_requests: How many arrivals.
-            rate_per_s: Long-run mean rate; time is rescaled to it, bursts and lulls alike. The
-                rate of one finite stream varies around it. None keeps the fitted time scale.
-            rng: Source of randomness.
+        Time is rescaled to the long-run mean rate, around which that of one finite stream varies;
+        None keeps the fitted time scale.
 
         Returns:
             Times since the start of the stream, seconds, increasing, shape (num_requests,).
@@ -197,7 +185,7 @@ class WorkloadModel(FrozenModel):
     def mean_generated_tokens(self, context_tokens: IntArray | FloatArray) -> FloatArray:
         """Predict outputs by the mean of the context's bin, tokens, shape of `context_tokens`."""
         bins = np.searchsorted(self.lengths.arrays[2], context_tokens)
-        return self.lengths.bin_means[bins]
+        return np.array(self.lengths.mean_generated_tokens)[bins]
 
 
 def poisson_arrivals(num_requests: int, rate_per_s: float, rng: np.random.Generator) -> FloatArray:
