@@ -48,10 +48,7 @@ def append_record(path: Path, record: SlotRecord) -> None:
 
 
 def read_telemetry(path: str | Path, slots_per_day: int) -> tuple[DemandStream, str]:
-    """Read a file, or the `allocation.jsonl` of a folder.
-
-    Returns:
-        The demand of consecutive slots, all of them to be decided, and a hash of it.
+    """Read demand and its hash from a file, or from the `allocation.jsonl` of a folder.
 
     Raises:
         ValueError: There is no such file, or a line is no record; names the line and the reason.

@@ -56,10 +56,9 @@ def runners(
 def simulate(
     scenario: Scenario, policies_of: str, trace: Trace, policies: Iterable[str], seed: int
 ) -> dict[str, dict[str, float]]:
-    """Run what was sent through the simulator, policy by policy; arguments as of `runners`.
+    """Run what was sent through the simulator; arguments as of `runners`.
 
-    Returns:
-        The metrics of `tokenyard.routing.evaluation.summarise` by policy, means over a few runs.
+    Gives the metrics of `tokenyard.routing.evaluation.summarise` by policy, means over a few runs.
 
     Raises:
         ValueError: A policy is unknown or does not fit the replicas.

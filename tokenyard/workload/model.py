@@ -145,13 +145,10 @@ class WorkloadModel(FrozenModel):
     def sample_mmpp_arrivals(
         self, num_requests: int, rate_per_s: float | None, rng: np.random.Generator
     ) -> FloatArray:
-        """Draw arrival times of the bursty process, started from its long-run distribution.
+        """Draw arrival times of the bursty process, seconds, increasing, shape (num_requests,).
 
-        Time is rescaled to the long-run mean rate, around which that of one finite stream varies;
-        None keeps the fitted time scale.
-
-        Returns:
-            Times since the start of the stream, seconds, increasing, shape (num_requests,).
+        It starts from its long-run distribution. Time is rescaled to the long-run mean rate, around
+        which that of one finite stream varies; None keeps the fitted time scale.
         """
         arrival_s = np.empty(num_requests)
         draw_mmpp_arrivals(*self.arrivals.arrays, self.arrivals.dt_s, arrival_s, rng)

@@ -73,13 +73,10 @@ class Sessions(FrozenModel):
         model: WorkloadModel,
         block_tokens: int,
     ) -> Trace:
-        """Draw requests of conversations that begin as a Poisson process.
+        """Draw requests, with `prefix_hashes`, of conversations that begin as a Poisson process.
 
         Block k of a prompt is told by one number that stands for all up to its end; an answer's
         blocks are told with its request.
-
-        Returns:
-            A trace with `prefix_hashes`, its first request at second 0.
         """
         before = num_requests if self.warm_up_s is None else self.warm_up_s * rate_per_s
         num_sessions = int((before + num_requests) / self._least_turns) + 50
@@ -110,10 +107,7 @@ class Sessions(FrozenModel):
     def draw_turns(
         self, num_sessions: int, rng: np.random.Generator, model: WorkloadModel
     ) -> tuple[Turns, FloatArray]:
-        """Draw conversations, and the gaps between their beginnings.
-
-        Returns:
-            The turns, and gaps over the mean gap, shape (num_sessions,).
+        """Draw turns, and the gaps between sessions over their mean, shape (num_sessions,).
 
         Raises:
             ValueError: No prompt is within `max_context_tokens`.
