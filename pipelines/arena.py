@@ -42,9 +42,6 @@ from tokenyard.routing.arena_page import write_page
 from tokenyard.routing.policy_url import PolicyOfUrl, is_url
 from tokenyard.routing.problem import PROBLEM
 
-WIDTH = 150
-"""Columns of a table that is not printed to a terminal."""
-
 
 @dataclass(frozen=True)
 class Args:
@@ -131,7 +128,7 @@ def main(args: Args) -> None:
         if row.get(FAILED)
     ]
     summed = board(rows)
-    console = make_console(WIDTH)
+    console = make_console(150)
     print_board(console, summed)
     for line in failed:
         console.print(f"failed: {line}", markup=False)

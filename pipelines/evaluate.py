@@ -48,8 +48,6 @@ from tokenyard.workload.trace_options import TraceOptions
 
 BEST = "best"
 MOST_LOAD = 2.0
-WIDTH = 170
-"""Columns of a table that is not printed to a terminal."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +199,7 @@ def main(args: Args) -> None:
     except (ValueError, OSError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    console = make_console(WIDTH)
+    console = make_console(170)
     rows: list[Row] = []
     figures: dict[str, Figure] = {}
     while plans:

@@ -113,11 +113,7 @@ class Artifact(Generic[MetadataT]):
         return replace(self, metadata=metadata)
 
     def save(self, path: str | Path) -> None:
-        """Write the npz file, whose folder is created; equal policies give equal bytes.
-
-        Raises:
-            ValueError: An array is called like the metadata.
-        """
+        """Write what `encoded` gives, whose folder is created; equal policies are equal bytes."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_bytes(self.encoded())
 

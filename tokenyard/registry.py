@@ -240,8 +240,7 @@ def _impatient(tracking_uri: str) -> MlflowClient:
 def _find(client: MlflowClient, model: str, artifact: TrainedPolicy) -> str | None:
     """The version that holds the same policy already: a resumed sweep registers it again."""
     found = client.search_model_versions(f"name = '{model}'")
-    versions = {one.tags.get(_HASH_TAG): str(one.version) for one in found}
-    return versions.get(artifact.sha256)
+    return {one.tags.get(_HASH_TAG): str(one.version) for one in found}.get(artifact.sha256)
 
 
 def _add(client: MlflowClient, model: str, run_id: str, artifact: TrainedPolicy) -> str:

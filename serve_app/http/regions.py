@@ -117,8 +117,7 @@ class RegionDecider:
             except Exception:
                 reason = "error"
                 logger.exception("policy %s failed", self._name)
-        state = message.to_state(False)
-        return *_first_usable(self._fallbacks, state), reason
+        return *_first_usable(self._fallbacks, message.to_state(False)), reason
 
 
 class Unusable(ValueError):

@@ -57,8 +57,7 @@ def _by_pot(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatAr
 @cache
 def _incidence(n: int, m: int) -> Any:
     rows = kron(identity(n), np.ones((1, m)), format="csr")
-    columns = kron(np.ones((1, n)), identity(m), format="csr")
-    return rows, columns
+    return rows, kron(np.ones((1, n)), identity(m), format="csr")
 
 
 def _by_linprog(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArray:

@@ -21,8 +21,7 @@ from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource
 from tokenyard.workload.trace import Trace
 
-RAY_DEFAULT = "ray_default"
-_STANDS_FOR = {RAY_DEFAULT: "power_of_two"}
+_STANDS_FOR = {"ray_default": "power_of_two"}
 """Live policies that the simulator knows by another name."""
 _COPIES = 10
 """Runs of every policy: those that draw by themselves differ from run to run."""

@@ -200,8 +200,7 @@ class Turns(NamedTuple):
 
     def where(self, kept: BoolArray) -> Turns:
         """Only some."""
-        columns = {name: column[kept] for name, column in self._asdict().items()}
-        return self._replace(**columns)
+        return self._replace(**{name: column[kept] for name, column in self._asdict().items()})
 
 
 @lru_cache
@@ -225,5 +224,5 @@ def mean_think_s(sessions: Sessions, workload: str) -> float:
 
 def _sample(sessions: Sessions, workload: str) -> Turns:
     num_sessions = int(_REQUESTS_FOR_MEANS / sessions._least_turns)
-    rng = np.random.default_rng(0)
-    return sessions.draw_turns(num_sessions, rng, load_model(workload))[0]
+    model = load_model(workload)
+    return sessions.draw_turns(num_sessions, np.random.default_rng(0), model)[0]
