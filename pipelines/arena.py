@@ -26,24 +26,10 @@ from rich.table import Table
 from tokenyard.evaluation import processes
 from tokenyard.problem import Row
 from tokenyard.provenance import ResultFile, command_line, make_console, versions, write_result
-from tokenyard.routing.arena import (
-    FAILED,
-    FULL,
-    QUICK,
-    USUAL,
-    Match,
-    board,
-    entries_of,
-    find_cells,
-    play_all,
-    rows_of_cell,
-)
+from tokenyard.routing import arena
 from tokenyard.routing.arena_page import write_page
 from tokenyard.routing.policy_url import PolicyOfUrl, is_url
 from tokenyard.routing.problem import PROBLEM
-
-WIDTH = 150
-"""Columns of a table that is not printed to a terminal."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +80,8 @@ def main(args: Args) -> None:
     if args.jobs < 1:
         sys.exit(f"arena: --jobs {args.jobs} must be at least 1")
     sealed_seed = secrets.randbits(31) if args.sealed_seed is None else args.sealed_seed
-    size = QUICK if args.quick else FULL if args.full else USUAL
-    cells = find_cells(args.quick, sealed_seed)
+    size = arena.QUICK if args.quick else arena.FULL if args.full else arena.USUAL
+    cells = arena.find_cells(args.quick, sealed_seed)
     try:
         for policy in args.entry:
             if is_url(policy):
@@ -105,33 +91,30 @@ def main(args: Args) -> None:
     except ValueError as error:
         sys.exit(f"arena: {error}")
     matches = [
-        Match(entry, cell, size, args.seed)
+        arena.Match(entry, cell, size, args.seed)
         for cell in cells
-        for entry in entries_of(cell, args.entry)
+        for entry in arena.entries_of(cell, args.entry)
     ]
     started_s = time.monotonic()
     with processes(args.jobs) as mapped:
-        found = play_all(matches, mapped)
+        results = list(zip(matches, arena.play_all(matches, mapped), strict=True))
     rows: list[Row] = []
     for cell in cells:
-        played = {
-            match.entry: one
-            for match, one in zip(matches, found, strict=True)
-            if match.cell is cell and not isinstance(one, str)
-        }
-        rows += rows_of_cell(cell, played, args.seed)
+        of_cell = {match.entry: result for match, result in results if match.cell is cell}
+        played = {key: value for key, value in of_cell.items() if not isinstance(value, str)}
+        rows += arena.rows_of_cell(cell, played, args.seed)
     failed = [
-        f"{match.entry.name} in {match.cell.name}: {one}"
-        for match, one in zip(matches, found, strict=True)
-        if isinstance(one, str)
+        f"{match.entry.name} in {match.cell.name}: {result}"
+        for match, result in results
+        if isinstance(result, str)
     ]
     failed += [
-        f"{row['entry']} in {row['cell']}: {100 * float(row[FAILED]):.1f} % of its decisions failed"
+        f"{row['entry']} in {row['cell']}: {100 * float(share):.1f} % of its decisions failed"
         for row in rows
-        if row.get(FAILED)
+        if (share := row.get(arena.FAILED))
     ]
-    summed = board(rows)
-    console = make_console(WIDTH)
+    summed = arena.board(rows)
+    console = make_console(150)
     print_board(console, summed)
     for line in failed:
         console.print(f"failed: {line}", markup=False)

@@ -27,18 +27,9 @@ import tyro
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from tokenyard import evaluation
 from tokenyard.artifact import RegistryLookup
 from tokenyard.config import at_least_one
-from tokenyard.evaluation import (
-    best_rule,
-    compare,
-    difference_table,
-    figures_of,
-    level_tables,
-    margins,
-    processes,
-    run_candidates,
-)
 from tokenyard.figures import save_figures
 from tokenyard.problem import A, Candidate, D, Problem, R, Row, S, StreamOptions, find_problem
 from tokenyard.provenance import ResultFile, command_line, make_console, write_result
@@ -48,8 +39,6 @@ from tokenyard.workload.trace_options import TraceOptions
 
 BEST = "best"
 MOST_LOAD = 2.0
-WIDTH = 170
-"""Columns of a table that is not printed to a terminal."""
 
 
 @dataclass(frozen=True)
@@ -160,17 +149,17 @@ def evaluate(
 ) -> tuple[list[Row], dict[str, Figure]]:
     """Run one scenario and print its tables."""
     scenario, streams = one.scenario, one.streams
-    with processes(args.jobs) as mapped:
-        runs = run_candidates(one.candidates, scenario, streams, args.seed, mapped)
+    with evaluation.processes(args.jobs) as mapped:
+        runs = evaluation.run_candidates(one.candidates, scenario, streams, args.seed, mapped)
     baseline = one.baseline
     if baseline == BEST:
-        baseline = best_rule(problem, scenario, one.candidates, runs)
-    rows = compare(problem, scenario, streams, runs, baseline)
-    beside = margins(problem, scenario, streams, runs)
+        baseline = evaluation.best_rule(problem, scenario, one.candidates, runs)
+    rows = evaluation.compare(problem, scenario, streams, runs, baseline)
+    beside = evaluation.margins(problem, scenario, streams, runs)
     console.print(f"\n[bold]{scenario.name}[/]: {scenario.description}")
     for line in (streams.described, *one.notes):
         console.print(line)
-    for table in level_tables(problem, scenario, rows):
+    for table in evaluation.level_tables(problem, scenario, rows):
         console.print(table)
     overload = problem.overload(scenario, streams)
     if overload is not None:
@@ -180,12 +169,12 @@ def evaluate(
             "not shown: they would tell how long the streams are."
         )
     elif any(row["policy"] != baseline for row in rows):
-        console.print(difference_table(problem, scenario, rows))
+        console.print(evaluation.difference_table(problem, scenario, rows))
     if beside:
-        console.print(difference_table(problem, scenario, beside, "baseline"))
+        console.print(evaluation.difference_table(problem, scenario, beside, "baseline"))
     figures: dict[str, Figure] = {}
     if args.figures is not None or args.mlflow:
-        drawn = figures_of(problem, scenario, streams, runs, rows)
+        drawn = evaluation.figures_of(problem, scenario, streams, runs, rows)
         figures = {f"{scenario.name}/{name}": drawn[name] for name in drawn}
     return rows + [row for row in beside if row["baseline"] != baseline], figures
 
@@ -201,7 +190,7 @@ def main(args: Args) -> None:
     except (ValueError, OSError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    console = make_console(WIDTH)
+    console = make_console(170)
     rows: list[Row] = []
     figures: dict[str, Figure] = {}
     while plans:

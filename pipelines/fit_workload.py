@@ -24,7 +24,6 @@ from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.workload.fit import fit_own, fit_workload
 from tokenyard.workload.model import WorkloadModel
 from tokenyard.workload.readers import find_trace, read_trace
-from tokenyard.workload.trace import Trace
 from tokenyard.workload.trace_options import TraceOptions
 
 MODELS = Path(tokenyard.workload.__file__).parent / "models"
@@ -44,16 +43,11 @@ class Recipe:
     suffix: str = ""
     """Of the model's name."""
 
-    @property
-    def name(self) -> str:
-        """Of the model."""
-        return self.trace + self.suffix
-
 
 CODE, CONV = Recipe("azure_code", 5000, 0.5, 6), Recipe("azure_conv", 7000, 2.0, 3)
-RECIPES = (CODE, CONV)
 SHIPPED = (
-    *RECIPES,
+    CODE,
+    CONV,
     replace(CODE, length_scale=0.2, suffix="_fifth"),
     replace(CONV, length_scale=0.1, suffix="_tenth"),
 )
@@ -80,29 +74,24 @@ class Args(TraceOptions):
     """Write the result rows to this file."""
 
 
-def read_parts(recipe: Recipe) -> tuple[Trace, Trace, str]:
-    """Return the training part, the held-out part, and where they come from."""
+def write_model(recipe: Recipe) -> Row:
+    """Fit one shipped model to its training part and write its file."""
     path = find_trace(recipe.trace)
     if path is None:
         sys.exit(f"trace {recipe.trace} not found; run python pipelines/fetch_traces.py")
     trace = read_trace(path)[0]
+    scaled = ""
     if recipe.length_scale != 1.0:
         trace = trace.with_lengths_scaled(recipe.length_scale)
-    train, held_out = trace.split(recipe.num_train)
-    scaled = "" if recipe.length_scale == 1.0 else f", lengths times {recipe.length_scale:g}"
+        scaled = f", lengths times {recipe.length_scale:g}"
     provenance = (
         f"first {recipe.num_train} requests of the Azure LLM inference trace 2023 "
         f"({recipe.trace.removeprefix('azure_')}){scaled}, github.com/Azure/AzurePublicDataset, "
         "CC-BY 4.0; Patel et al., Splitwise, ISCA 2024"
     )
-    return train, held_out, provenance
-
-
-def write_model(recipe: Recipe) -> Row:
-    """Fit one shipped model to its training part and write its file."""
-    train, _, provenance = read_parts(recipe)
-    model = fit_workload(train, recipe.name, provenance, recipe.dt_s, recipe.num_states)
-    return _write(model, MODELS / f"{recipe.name}.json")
+    train, name = trace.head(recipe.num_train), recipe.trace + recipe.suffix
+    model = fit_workload(train, name, provenance, recipe.dt_s, recipe.num_states)
+    return _write(model, MODELS / f"{name}.json")
 
 
 def write_own(args: Args, trace: Path, out: Path) -> Row:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 import yaml
@@ -47,27 +47,18 @@ class Args:
 def main(args: Args) -> None:
     key = _PREFIX + secrets.token_urlsafe(_NUM_BYTES)
     try:
-        entry = entry_of(args, key)
+        entry_key = ApiKey(
+            name=args.name, sha256=hash_of(key), tenant=args.tenant, admin=args.admin,
+            models=args.models or None, limits=args.limits,
+        )  # fmt: skip
+        KeysMessage(keys=(entry_key,))
     except ValidationError as error:
         sys.exit(f"keys: {sentence_of(error)}")
+    entry = entry_key.model_dump(mode="json", exclude_defaults=True)
     text = yaml.safe_dump([entry], sort_keys=False, default_flow_style=None, width=1000)
     print(f"key, shown only now: {key}\n\nunder `keys:` in the file of keys:\n\n{text}", end="")
     if args.json is not None:
         write_result(args.json, command_line(), None, [entry])
-
-
-def entry_of(args: Args, key: str) -> dict[str, Any]:
-    """Lay out what the file of keys gets.
-
-    Raises:
-        ValidationError: A name is none, or a key that is no admin's has no tenant.
-    """
-    made = ApiKey(
-        name=args.name, sha256=hash_of(key), tenant=args.tenant, admin=args.admin,
-        models=args.models or None, limits=args.limits,
-    )  # fmt: skip
-    KeysMessage(keys=(made,))
-    return made.model_dump(mode="json", exclude_defaults=True)
 
 
 if __name__ == "__main__":

@@ -124,14 +124,20 @@ def draw(answers: dict[str, list[ReplayedAnswer]], credit: str) -> Figure:
     return figure
 
 
-def print_rows(console: Console, rows: list[dict[str, Any]], baseline: str) -> None:
-    """Lay out the rows."""
+def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("policy", no_wrap=True)
-    deltas = (f"mean % to {baseline}", "p99 %", "violations, points")
-    for column in ("done", "failed", "mean s", "p50 s", "p99 s", "ttft s", "p99 ttft", "good/s",
-                   "violations %", *deltas):  # fmt: skip
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def print_rows(console: Console, rows: list[dict[str, Any]], baseline: str) -> None:
+    """Lay out the rows."""
+    table = _table(
+        "done", "failed", "mean s", "p50 s", "p99 s", "ttft s", "p99 ttft", "good/s",
+        "violations %", f"mean % to {baseline}", "p99 %", "violations, points",
+    )  # fmt: skip
     for row in rows:
         keys = ("mean_response_s", "p50_response_s", "p99_response_s", "mean_ttft_s",
                 "p99_ttft_s", "goodput_per_s")  # fmt: skip
@@ -154,11 +160,10 @@ def _delta(row: dict[str, Any], prefix: str) -> str:
 
 def print_simulated(console: Console, rows: list[dict[str, Any]]) -> None:
     """Lay out measured beside simulated."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("policy", no_wrap=True)
-    for column in ("measured mean s", "simulated mean s", "error %", "p99 s", "simulated p99 s",
-                   "violations %", "simulated violations %"):  # fmt: skip
-        table.add_column(column, justify="right", no_wrap=True)
+    table = _table(
+        "measured mean s", "simulated mean s", "error %", "p99 s", "simulated p99 s",
+        "violations %", "simulated violations %",
+    )  # fmt: skip
     for row in rows:
         error = row["simulated_mean_response_s"] / row["mean_response_s"] - 1.0
         table.add_row(

@@ -240,8 +240,7 @@ class Client:
         headers = {"Authorization": f"Bearer {token}"} if token else None
         answer = await self._http.post("/v1/policy", json={"policy": policy}, headers=headers)
         if answer.status_code != 200:
-            detail = answer.json().get("detail", answer.text)
-            raise ValueError(f"policy {policy!r}: {detail}")
+            raise ValueError(f"policy {policy!r}: {answer.json().get('detail', answer.text)}")
 
     async def send(self, ask: Ask, due_s: float) -> ReplayedAnswer:
         """Send a request when it is due, on the clock of `time.perf_counter`, and read it all."""
@@ -353,12 +352,9 @@ def summarise(
         "completed": int(np.isfinite(response_s).sum()),
         "failed": int(np.isnan(response_s).sum()),
         "mean_response_s": metrics.mean(response_s),
-        "p50_response_s": metrics.percentile(response_s, 50),
-        "p95_response_s": metrics.percentile(response_s, 95),
-        "p99_response_s": metrics.percentile(response_s, 99),
+        **{f"p{share}_response_s": metrics.percentile(response_s, share) for share in (50, 95, 99)},
         "mean_ttft_s": metrics.mean(ttft_s),
-        "p50_ttft_s": metrics.percentile(ttft_s, 50),
-        "p99_ttft_s": metrics.percentile(ttft_s, 99),
+        **{f"p{share}_ttft_s": metrics.percentile(ttft_s, share) for share in (50, 99)},
         "output_tokens_per_s": sum(one.output_tokens for one in answers) / took_s,
         "goodput_per_s": metrics.goodput_per_s(arrival_s, violations),
         "slo_violation_fraction": metrics.slo_violation_fraction(violations),

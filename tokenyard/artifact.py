@@ -87,11 +87,7 @@ class Artifact(Generic[MetadataT]):
         self.check()
 
     def check(self) -> None:
-        """Check that the arrays fit the metadata; here any do, and problems say more.
-
-        Raises:
-            ValueError: They do not.
-        """
+        """Raise ValueError where the arrays do not fit the metadata; here any do."""
 
     def text(self) -> str:
         """The metadata as they are stored and hashed."""
@@ -117,11 +113,7 @@ class Artifact(Generic[MetadataT]):
         return replace(self, metadata=metadata)
 
     def save(self, path: str | Path) -> None:
-        """Write the npz file, whose folder is created; equal policies give equal bytes.
-
-        Raises:
-            ValueError: An array is called like the metadata.
-        """
+        """Write what `encoded` gives, whose folder is created; equal policies are equal bytes."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_bytes(self.encoded())
 
@@ -131,7 +123,16 @@ class Artifact(Generic[MetadataT]):
         Raises:
             ValueError: An array is called like the metadata.
         """
-        return _encoded(self.text(), self.arrays)
+        if _METADATA in self.arrays:
+            raise ValueError(f"no array may be called {_METADATA!r}")
+        # np.savez stamps the time into the file, which would give every save another hash.
+        whole = io.BytesIO()
+        with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, array in [(_METADATA, np.array(self.text())), *sorted(self.arrays.items())]:
+                buffer = io.BytesIO()
+                np.lib.format.write_array(buffer, np.asanyarray(array), allow_pickle=False)
+                archive.writestr(zipfile.ZipInfo(f"{name}.npy"), buffer.getvalue())
+        return whole.getvalue()
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -143,26 +144,31 @@ class Artifact(Generic[MetadataT]):
         return cls.decoded(_file_bytes(path), str(path))
 
     @classmethod
-    def decoded(cls, data: bytes, source: str) -> Self:
+    def decoded(cls, data: bytes, source: str, again: bool = True) -> Self:
         """Read a policy file's bytes; `source` names them in errors.
 
         Raises:
             ArtifactError: They are broken, or of another format or problem.
         """
-        return _decoded(data, source, lambda text, arrays: cls(_parsed(cls.METADATA, text), arrays))
-
-
-def _encoded(text: str, arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    if _METADATA in arrays:
-        raise ValueError(f"no array may be called {_METADATA!r}")
-    # np.savez stamps the time into the file, which would give every save another hash.
-    whole = io.BytesIO()
-    with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, array in [(_METADATA, np.array(text)), *sorted(arrays.items())]:
-            buffer = io.BytesIO()
-            np.lib.format.write_array(buffer, np.asanyarray(array), allow_pickle=False)
-            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), buffer.getvalue())
-    return whole.getvalue()
+        try:
+            arrays = _arrays_in(data)
+            if _METADATA not in arrays:
+                raise ArtifactError("it is no policy file: it has no metadata")
+            return cls(_parsed(cls.METADATA, str(arrays.pop(_METADATA))), arrays)
+        except ArtifactError as error:
+            reason = str(error)[:_LONGEST_REASON]
+            raise ArtifactError(f"policy file {source}: {reason}") from None
+        except SystemError as error:
+            # numpy parses headers as Python, and Python 3.11 may trip over its own count of depth
+            # where the garbage collector runs in between (python/cpython#106905). The file is well.
+            if not again:
+                raise ArtifactError(f"policy file {source} cannot be read: {error}") from None
+            return cls.decoded(data, source, again=False)
+        except Exception as error:
+            # zipfile, zlib, numpy, json and pydantic raise whatever they come upon in bytes that
+            # nobody has written on purpose.
+            reason = (str(error) or type(error).__name__)[:_LONGEST_REASON]
+            raise ArtifactError(f"policy file {source} is broken: {reason}") from None
 
 
 def _file_bytes(path: str | Path) -> bytes:
@@ -182,32 +188,6 @@ def _file_bytes(path: str | Path) -> bytes:
     if len(data) > MAX_FILE_BYTES:
         raise ArtifactError(f"policy file {path} is larger than {MAX_FILE_BYTES} bytes")
     return data
-
-
-def _decoded(
-    data: bytes,
-    source: str,
-    make: Callable[[str, dict[str, npt.NDArray[Any]]], _Made],
-    again: bool = True,
-) -> _Made:
-    try:
-        arrays = _arrays_in(data)
-        if _METADATA not in arrays:
-            raise ArtifactError("it is no policy file: it has no metadata")
-        return make(str(arrays.pop(_METADATA)), arrays)
-    except ArtifactError as error:
-        raise ArtifactError(f"policy file {source}: {str(error)[:_LONGEST_REASON]}") from None
-    except SystemError as error:
-        # numpy parses headers as Python, and Python 3.11 may trip over its own count of depth where
-        # the garbage collector runs in between (python/cpython#106905). The file is well.
-        if not again:
-            raise ArtifactError(f"policy file {source} cannot be read: {error}") from None
-        return _decoded(data, source, make, again=False)
-    except Exception as error:
-        # zipfile, zlib, numpy, json and pydantic raise whatever they come upon in bytes that nobody
-        # has written on purpose.
-        reason = str(error) or type(error).__name__
-        raise ArtifactError(f"policy file {source} is broken: {reason[:_LONGEST_REASON]}") from None
 
 
 def _arrays_in(data: bytes) -> dict[str, npt.NDArray[Any]]:
@@ -310,16 +290,8 @@ def find_champion(
     """Find the policy that `champion` means, and say where it was found.
 
     The order: an explicit path; the registry's `champion` alias, where a lookup is given; the
-    artifact that ships for the scenario. After them comes a rule, which is no artifact: what is
-    asked for then is for the caller to know.
-
-    Args:
-        problem: Folder of the shipped artifacts, and part of the registered model's name.
-        scenario: Whose champion.
-        load: Reads a file of the problem.
-        trainer: Command that makes one, for the error.
-        path: Counts before anything else.
-        registry: Looks registered champions up; it counts before what ships.
+    artifact that ships for the scenario. After them comes a rule, which is no artifact, and for the
+    caller to know. `trainer` is the command that makes one, for the error.
 
     Raises:
         NoChampionError: None of these is there.

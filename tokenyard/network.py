@@ -48,12 +48,6 @@ def layers_of(arrays: Arrays) -> list[Layer]:
         raise ValueError(f"array {missing} is missing") from None
 
 
-def network_names(arrays: Arrays) -> list[str]:
-    """Names that the arrays of a `Network` with as many layers have."""
-    numbered = [f"{letter}{i}" for i in range(len(layers_of(arrays))) for letter in "wb"]
-    return ["mean", "std", *numbered]
-
-
 @dataclass(frozen=True, eq=False)
 class Network:
     """A network with the units of its inputs."""
@@ -130,3 +124,14 @@ def check_network(arrays: Arrays, inputs: int | None = None, outputs: int | None
     check_layers(arrays, inputs, outputs)
     check_shape(arrays, "mean", (inputs,))
     check_shape(arrays, "std", (inputs,))
+
+
+def check_only_network(arrays: Arrays) -> None:
+    """Check that arrays are those of a `Network` and no others.
+
+    Raises:
+        ValueError: They are not.
+    """
+    check_network(arrays)
+    numbered = [f"{letter}{i}" for i in range(len(layers_of(arrays))) for letter in "wb"]
+    check_names(arrays, ["mean", "std", *numbered])

@@ -58,13 +58,8 @@ def connect(tracking_uri: str) -> MlflowClient:
 def mlflow_lookup(tracking_uri: str, alias: str = CHAMPION) -> RegistryLookup:
     """Return the lookup for `tokenyard.artifact.find_champion` over a registry.
 
-    Args:
-        tracking_uri: Any URI that MLflow takes, such as sqlite:///mlflow.db; a file that is not
-            there holds nothing, and is not made.
-        alias: Of the version that is looked up.
-
-    Returns:
-        The lookup; it raises RegistryError where the registry or its files cannot be read.
+    A file that is not there, such as sqlite:///mlflow.db, holds nothing and is not made. The lookup
+    raises RegistryError where the registry or its files cannot be read.
     """
 
     def lookup(model: str) -> RegisteredPolicy | None:
@@ -130,14 +125,8 @@ def register(
     """Register the artifact that lies in the run's folder `policy`; settle who is champion.
 
     It is the model's `candidate` in any case, so that it can be served whoever is champion.
-
-    Args:
-        client: Client of the store.
-        model: Registered model, created where it is missing.
-        run_id: Run that logged the artifact.
-        artifact: The same artifact, read.
-        accepted: Whether it may be champion, set against the one there is; not asked where it is,
-            and asked again where another has become champion meanwhile.
+    `accepted` says whether it may be champion, set against the one there is. It is not called where
+    it is, and called again where another has become champion meanwhile.
     """
     version = _find(client, model, artifact) or _add(client, model, run_id, artifact)
     client.set_registered_model_alias(model, CANDIDATE, version)
@@ -178,12 +167,9 @@ def offer(client: MlflowClient, model: str, artifact: TrainedPolicy) -> str:
 def enter(
     tracking_uri: str, model: str, artifact: TrainedPolicy, tags: Mapping[str, str]
 ) -> tuple[str, dict[str, str]]:
-    """Register an artifact that is about to be promoted, with tags; no alias moves.
+    """Register an artifact that is about to be promoted, with tags, unless its hash is there.
 
-    One that is registered already, by its hash, is not registered again.
-
-    Returns:
-        Its version, and the model's versions by alias.
+    No alias moves. Gives its version, and the model's versions by alias.
 
     Raises:
         ArtifactError: The registry cannot be written.
@@ -209,12 +195,7 @@ def aliases_of(client: MlflowClient, model: str) -> dict[str, str]:
 
 
 def promoted(before: Mapping[str, str], version: str) -> dict[str, str]:
-    """Aliases `champion` and `previous` once a version is champion.
-
-    Args:
-        before: Versions by alias.
-        version: Of the new champion.
-    """
+    """Versions of `champion` and `previous` once a version is champion."""
     champion, previous = before.get(CHAMPION), before.get(PREVIOUS)
     if champion != version:
         previous = champion or previous
@@ -224,17 +205,10 @@ def promoted(before: Mapping[str, str], version: str) -> dict[str, str]:
 def settle(
     tracking_uri: str, model: str, wanted: Mapping[str, str], known: Collection[str]
 ) -> bool:
-    """Give the aliases `champion` and `previous` to the versions that should have them.
+    """Give `champion` and `previous` to the wanted versions, take away the others; whether it did.
 
-    Args:
-        tracking_uri: Any URI that MLflow takes.
-        model: Registered model.
-        wanted: Versions by alias; an alias that is missing here is taken away.
-        known: Versions that the caller has seen as champion. Where another one is, somebody else
-            has promoted it since, and nothing is changed.
-
-    Returns:
-        Whether the aliases are as wanted.
+    Where a version is champion that is not among `known`, somebody else has promoted it since, and
+    nothing is changed.
 
     Raises:
         ArtifactError: The registry cannot be written, or is a file that is not there; to try again
@@ -266,8 +240,7 @@ def _impatient(tracking_uri: str) -> MlflowClient:
 def _find(client: MlflowClient, model: str, artifact: TrainedPolicy) -> str | None:
     """The version that holds the same policy already: a resumed sweep registers it again."""
     found = client.search_model_versions(f"name = '{model}'")
-    versions = {one.tags.get(_HASH_TAG): str(one.version) for one in found}
-    return versions.get(artifact.sha256)
+    return {one.tags.get(_HASH_TAG): str(one.version) for one in found}.get(artifact.sha256)
 
 
 def _add(client: MlflowClient, model: str, run_id: str, artifact: TrainedPolicy) -> str:

@@ -188,12 +188,7 @@ def describe(allocator: Allocator) -> AllocationAnswer:
         demand_per_s=list(allocator.demand_per_s)[-_SHOWN_SLOTS:],
         fallbacks=dict(allocator.fallbacks),
         shapes=[
-            ShapeCard(
-                shape=shape.name,
-                tensor_parallel=shape.tensor_parallel,
-                pipeline_parallel=shape.pipeline_parallel,
-                **asdict(held),
-            )
+            ShapeCard(shape=shape.name, **asdict(shape), **asdict(held))
             for shape, held in sorted(allocator.held.items())
         ],
         changes=[_change(one) for one in reversed(allocator.changes)],

@@ -108,9 +108,8 @@ def describe_policies(manager: PolicyManager) -> PoliciesAnswer:
 
 def _reference(policy: PolicyRunner) -> PolicyReference:
     reference = policy.loaded.card.reference
-    if policy.name == RAY_DEFAULT:
-        return reference.model_copy(update={"name": RAY_DEFAULT})
-    return reference
+    is_ray = policy.name == RAY_DEFAULT
+    return reference.model_copy(update={"name": RAY_DEFAULT}) if is_ray else reference
 
 
 def _breaker(policy: PolicyRunner) -> BreakerAnswer:

@@ -43,10 +43,7 @@ class RegionDecider:
         rule: ActivationRule | None = None,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """Serve `policy`.
-
-        Counters go to `registry`, None: one of its own.
-        """
+        """Serve `policy`, with counters in `registry`; None: in one of its own."""
         rule = rule or ActivationRule()
         self._policy = policy
         self._name, self._source, self._version = name, source, version
@@ -101,12 +98,9 @@ class RegionDecider:
     def describe(self) -> RegionsCard:
         """Say what is served and what has happened since the start."""
         return RegionsCard(
-            policy=self._name,
-            source=self._source,
-            version=self._version,
-            num_decisions=self._num_decisions,
-            fallbacks=dict(self._counted),
-        )
+            policy=self._name, source=self._source, version=self._version,
+            num_decisions=self._num_decisions, fallbacks=dict(self._counted),
+        )  # fmt: skip
 
     def _decide(self, message: RegionsMessage) -> tuple[RegionDecision, str, str | None]:
         reason: str | None = None
@@ -123,8 +117,7 @@ class RegionDecider:
             except Exception:
                 reason = "error"
                 logger.exception("policy %s failed", self._name)
-        state = message.to_state(False)
-        return *_first_usable(self._fallbacks, state), reason
+        return *_first_usable(self._fallbacks, message.to_state(False)), reason
 
 
 class Unusable(ValueError):

@@ -96,15 +96,17 @@ class RegionsMessage(StrictBody):
         tasks = np.zeros((num, most))
         for i, one in enumerate(regions):
             tasks[i, : len(one.servers)] = [server.tasks_per_slot for server in one.servers]
+        columns = {
+            name: np.array([getattr(one, name) for one in regions], dtype=np.float64)
+            for name in ("waiting", "used", "usd_per_kwh")
+        }
         return RegionState(
             slot_s=self.slot_s,
             latency_s=np.array(self.latency_s, dtype=np.float64),
             arrivals=arrivals,
             forecast=forecast,
-            waiting=np.array([one.waiting for one in regions], dtype=np.float64),
-            used=np.array([one.used for one in regions], dtype=np.float64),
+            **columns,
             num_active=np.array([one.num_active for one in regions], dtype=np.int64),
-            usd_per_kwh=np.array([one.usd_per_kwh for one in regions], dtype=np.float64),
             previous=np.eye(num) if self.previous is None else np.array(self.previous),
             server_tasks=tasks,
             forecast_age_slots=self.forecast_age_slots,

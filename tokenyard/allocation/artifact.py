@@ -19,7 +19,7 @@ from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.types import AllocationPolicy
 from tokenyard.artifact import Artifact, Kind, NoChampionError, RegistryLookup, find_champion
 from tokenyard.config import FrozenModel
-from tokenyard.network import Network, check_names, check_network, network_names
+from tokenyard.network import Network, check_names, check_only_network
 
 
 class AllocationMetadata(FrozenModel):
@@ -92,8 +92,7 @@ def _check_table(artifact: AllocationArtifact) -> None:
 
 
 def _check_network(artifact: AllocationArtifact) -> None:
-    check_network(artifact.arrays)
-    check_names(artifact.arrays, network_names(artifact.arrays))
+    check_only_network(artifact.arrays)
     _ = artifact.forecaster
 
 
@@ -150,14 +149,7 @@ def learned_allocation(artifact: AllocationArtifact) -> AllocationPolicy:
 def resolve_allocation_champion(
     scenario: str, path: str | Path | None = None, registry: RegistryLookup | None = None
 ) -> tuple[AllocationArtifact, str]:
-    """Find the policy that `champion` means, and say where it was found.
-
-    The order is that of `tokenyard.artifact.find_champion`.
-
-    Raises:
-        NoChampionError: There is none; `BEST_RULE` decides.
-        ArtifactError: The first that is there cannot be used.
-    """
+    """As `tokenyard.artifact.find_champion`; where there is none, `BEST_RULE` decides."""
     trainer = "python pipelines/sweep.py allocation:default"
     return find_champion("allocation", scenario, AllocationArtifact.load, trainer, path, registry)
 

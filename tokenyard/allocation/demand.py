@@ -64,10 +64,9 @@ class DemandGenerator(FrozenModel):
         day = np.arange(num_slots) / day_slots
         level = np.interp(day, np.arange(num_days), levels)
         one, two = self.autoregression
-        warm_up = day_slots
-        noise = rng.normal(0.0, self.innovation_std, num_slots + warm_up)
+        noise = rng.normal(0.0, self.innovation_std, num_slots + day_slots)
         residual = lfilter([1.0], [1.0, -one, -two], noise)
-        log = harmonics(day) @ np.array(self.profile) + level + residual[warm_up:]
+        log = harmonics(day) @ np.array(self.profile) + level + residual[day_slots:]
         return np.asarray(np.clip(np.exp(log) - self.floor, 0.0, _MOST_OF_TRACE))
 
 
@@ -245,8 +244,8 @@ class DemandSource:
         )
 
     def _generated(self, num_days: int, rng: np.random.Generator) -> FloatArray:
-        slots = num_days * self.slots_per_day
-        return shipped_generator().sample(slots, rng, self.slots_per_day)
+        day = self.slots_per_day
+        return shipped_generator().sample(num_days * day, rng, day)
 
     def _scaled(self, values: FloatArray, rng: np.random.Generator) -> FloatArray:
         low, high = self._demand.low, self._demand.high

@@ -178,9 +178,8 @@ class Forecaster(FrozenModel):
     def _after_jumps(self, mixed: FloatArray, latest: FloatArray) -> FloatArray:
         """Expect more where demand has jumped, until that is all that the regression looks back at.
 
-        Args:
-            mixed: Logarithms of medians before consecutive slots, shape (n, NUM_HORIZONS).
-            latest: Logarithm of the demand of the slot before, shape (n,).
+        `mixed` are logarithms of medians before consecutive slots, shape (n, NUM_HORIZONS);
+        `latest` those of the demand of the slots before, shape (n,).
         """
         has_jumped = latest[1:] - mixed[:-1, 0] > _JUMP * self._spread[0]
         jumps = np.cumsum(np.concatenate([np.zeros(1 + NUM_RECENT, np.int64), has_jumped]))
@@ -246,11 +245,7 @@ def history_slots(slots_per_day: int) -> int:
 
 
 def _inputs(deviation: FloatArray, at: IntArray, slots_per_day: int) -> FloatArray:
-    """Inputs of all horizons for forecasts made before the slots `at`.
-
-    Returns:
-        Shape (len(at), NUM_HORIZONS, NUM_RECENT + 3).
-    """
+    """Inputs before the slots `at`, shape (len(at), NUM_HORIZONS, NUM_RECENT + 3)."""
     # Two days and a bit of zeros before the first value stand for what is not known.
     pad = 2 * slots_per_day + _AROUND
     known = np.concatenate([np.zeros(pad), deviation])

@@ -43,16 +43,10 @@ BOUNDS = ("best_static_hindsight", "clairvoyant", "free_switching")
 TRAINED = ("value_iteration", "champion")
 SUITES = {
     "allocation": (
-        "a100x8_7b",
-        "a100x8_13b",
-        "a100x8_13b_tight",
-        "a100x8_70b",
-        "h100x8_13b",
-        "h100x8_70b",
-        "l4x4_7b",
-        "mixed_13b",
-    )
-}
+        "a100x8_7b", "a100x8_13b", "a100x8_13b_tight", "a100x8_70b", "h100x8_13b", "h100x8_70b",
+        "l4x4_7b", "mixed_13b",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

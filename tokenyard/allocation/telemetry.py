@@ -8,7 +8,6 @@ wants to know beside them. Missing slots are filled with the demand before them.
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,7 +15,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from tokenyard.allocation.demand import DemandStream
-from tokenyard.config import FrozenModel
+from tokenyard.config import FrozenModel, sentence_of
 
 TELEMETRY_FILE = "allocation.jsonl"
 _LONGEST_GAP = 288
@@ -49,10 +48,7 @@ def append_record(path: Path, record: SlotRecord) -> None:
 
 
 def read_telemetry(path: str | Path, slots_per_day: int) -> tuple[DemandStream, str]:
-    """Read a file, or the `allocation.jsonl` of a folder.
-
-    Returns:
-        The demand of consecutive slots, all of them to be decided, and a hash of it.
+    """Read demand and its hash from a file, or from the `allocation.jsonl` of a folder.
 
     Raises:
         ValueError: There is no such file, or a line is no record; names the line and the reason.
@@ -67,10 +63,9 @@ def read_telemetry(path: str | Path, slots_per_day: int) -> tuple[DemandStream, 
     records: dict[int, float] = {}
     for number, line in enumerate(lines, 1):
         try:
-            record = SlotRecord.model_validate(json.loads(line))
-        except (ValidationError, json.JSONDecodeError) as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"{file}, line {number}: {reason}") from None
+            record = SlotRecord.model_validate_json(line)
+        except ValidationError as error:
+            raise ValueError(f"{file}, line {number}: {sentence_of(error)}") from None
         records[record.slot] = record.demand_per_s
     if not records:
         raise ValueError(f"{file} holds no slot")

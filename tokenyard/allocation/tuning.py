@@ -64,13 +64,9 @@ def _best_rule(
             if found < least:
                 least = found
                 best = AutoscalerRule(
-                    tensor_parallel=degree,
-                    out_utilisation=out,
-                    in_utilisation=back,
-                    out_window=out_window,
-                    in_window=in_window,
-                    cooldown_slots=cooldown,
-                )
+                    tensor_parallel=degree, out_utilisation=out, in_utilisation=back,
+                    out_window=out_window, in_window=in_window, cooldown_slots=cooldown,
+                )  # fmt: skip
     assert best is not None
     return best, least
 

@@ -79,14 +79,9 @@ def fit_kernels(profiles: Sequence[KernelProfile], gpu: Gpu) -> Kernels:
 
 
 def _kernels(parameters: FloatArray, elementwise_overhead_s: float) -> Kernels:
-    compute, memory, sharpness, overhead_s = (float(value) for value in parameters)
-    return Kernels(
-        compute_efficiency=compute,
-        memory_efficiency=memory,
-        sharpness=sharpness,
-        linear_overhead_s=overhead_s,
-        elementwise_overhead_s=elementwise_overhead_s,
-    )
+    names = ("compute_efficiency", "memory_efficiency", "sharpness", "linear_overhead_s")
+    fitted = dict(zip(names, parameters.tolist(), strict=True))
+    return Kernels(**fitted, elementwise_overhead_s=elementwise_overhead_s)
 
 
 def _fit_elementwise_overhead_s(profiles: Sequence[KernelProfile], gpu: Gpu) -> float:
@@ -95,8 +90,7 @@ def _fit_elementwise_overhead_s(profiles: Sequence[KernelProfile], gpu: Gpu) -> 
     measured = np.concatenate([profile.elementwise_s for profile in profiles])
 
     def predict(parameters: FloatArray) -> FloatArray:
-        bandwidth = gpu.memory_gb_per_s * 1e9 * parameters[1]
-        return np.asarray(parameters[0] + traffic / bandwidth)
+        return np.asarray(parameters[0] + traffic / (gpu.memory_gb_per_s * 1e9 * parameters[1]))
 
     start, lower, upper = (1e-5, 0.8), (1e-7, 0.05), (1e-3, 10.0)
     return float(fit_positive(predict, measured, start, lower, upper)[0])
@@ -243,13 +237,8 @@ def fit_engine(figures: Sequence[Published], calibration: Calibration) -> Engine
 
 
 def _engine(parameters: FloatArray) -> EngineOverhead:
-    kv, attention, overhead_s, scale = (float(value) for value in parameters)
-    return EngineOverhead(
-        kv_efficiency=kv,
-        attention_efficiency=attention,
-        iteration_overhead_s=overhead_s,
-        overhead_scale=scale,
-    )
+    names = ("kv_efficiency", "attention_efficiency", "iteration_overhead_s", "overhead_scale")
+    return EngineOverhead(**dict(zip(names, parameters.tolist(), strict=True)))
 
 
 def with_engine(calibration: Calibration, engine: EngineOverhead) -> Calibration:

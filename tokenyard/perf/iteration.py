@@ -58,18 +58,10 @@ def iteration_s(
     kv_tokens: Numbers,
     prefill_context_tokens: Numbers | None = None,
 ) -> FloatArray:
-    """Return the time of one iteration; 0 for an empty batch.
+    """Return the time of one iteration, seconds; 0 for an empty batch.
 
-    Args:
-        replica: On what it runs.
-        prefill_tokens: Prompt tokens processed in the iteration, over all prompts.
-        decoding_sequences: Sequences that get one token each.
-        kv_tokens: Cached tokens of those sequences, over all of them.
-        prefill_context_tokens: Tokens that a prompt token attends to, on average; None: half of
-            `prefill_tokens`, as for one whole prompt.
-
-    Returns:
-        Seconds, of the common shape of the arguments.
+    `kv_tokens` are cached tokens of all decoding sequences together. A prompt token attends to
+    `prefill_context_tokens` on average; None: half of `prefill_tokens`, as for one whole prompt.
     """
     parts = iteration_parts(
         replica, prefill_tokens, decoding_sequences, kv_tokens, prefill_context_tokens

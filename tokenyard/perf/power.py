@@ -16,15 +16,11 @@ BUSY_EXPONENT = 0.6
 def power_w(
     replica: Replica, flop_utilisation: Numbers, busy_fraction: Numbers = 1.0
 ) -> FloatArray:
-    """Power of all GPUs of a replica, watts.
+    """Power of all GPUs of a replica, watts; both shares lie in [0, 1].
 
     GPUs x (idle + busy (TDP - idle) min(1, .30 + 1.7 u^.6)); the curve was fitted to four
     published H100 points (300, 600, 480, 520 W, met within 15 %) and is assumed for the others.
-
-    Args:
-        replica: Whose.
-        flop_utilisation: Operations per second over the nominal rate while busy, in [0, 1].
-        busy_fraction: Share of the time in which an iteration runs, in [0, 1].
+    `u` is operations per second over the nominal rate while busy.
     """
     gpu = replica.gpu
     utilisation = np.asarray(flop_utilisation, float)

@@ -49,11 +49,7 @@ class Published(FrozenModel):
     def predict(self, calibration: Calibration) -> float:
         """Return the model's value of the metric."""
         replica = make_replica(
-            self.gpu,
-            self.llm,
-            tensor_parallel=self.tensor_parallel,
-            precision=self.precision,
-            calibration=calibration,
+            self.gpu, self.llm, self.tensor_parallel, 1, self.precision, calibration
         )
         context, generated = self.context_tokens, self.generated_tokens
         if self.metric == "ttft_s":

@@ -156,12 +156,6 @@ def make_replica(
         ValueError: An unknown name, or a replica that cannot be built.
     """
     kind = load_gpu(gpu)
-    return Replica(
-        gpu=kind,
-        llm=load_llm(llm),
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        precision=precision,
-        memory_fraction=memory_fraction,
-        calibration=calibration or calibration_of(kind),
-    )
+    known = calibration or calibration_of(kind)
+    split = tensor_parallel, pipeline_parallel
+    return Replica(kind, load_llm(llm), *split, precision, memory_fraction, calibration=known)

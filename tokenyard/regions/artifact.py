@@ -14,7 +14,7 @@ from typing import Literal
 
 from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
 from tokenyard.config import FrozenModel
-from tokenyard.network import Network, check_names, check_network, network_names
+from tokenyard.network import Network, check_only_network
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.observation import Action
 from tokenyard.regions.policies.learned import RegionNetwork
@@ -64,17 +64,16 @@ class RegionKind(Kind[RegionArtifact]):
     policy: Callable[[RegionArtifact, ActivationRule], RegionPolicy]
 
 
-def _check_network(artifact: RegionArtifact) -> None:
-    check_network(artifact.arrays)
-    check_names(artifact.arrays, network_names(artifact.arrays))
-
-
 def _network(artifact: RegionArtifact, rule: ActivationRule) -> RegionNetwork:
     metadata, network = artifact.metadata, Network.from_arrays(artifact.arrays)
     return RegionNetwork(network, metadata.action, rule, metadata.dispatch, metadata.scenarios)
 
 
-KINDS: dict[str, RegionKind] = {"network": RegionKind(check=_check_network, policy=_network)}
+KINDS: dict[str, RegionKind] = {
+    "network": RegionKind(
+        check=lambda artifact: check_only_network(artifact.arrays), policy=_network
+    )
+}
 """Kind of an artifact to what there is to know of it."""
 
 
@@ -86,15 +85,7 @@ def learned_regions(artifact: RegionArtifact, rule: ActivationRule) -> RegionPol
 def resolve_region_champion(
     scenario: str, path: str | Path | None = None, registry: RegistryLookup | None = None
 ) -> tuple[RegionArtifact, str]:
-    """Find the policy that `champion` means, and say where it was found.
-
-    The order is that of `tokenyard.artifact.find_champion`; none ships, so that it is the best rule
-    where none is registered.
-
-    Raises:
-        NoChampionError: There is none; `BEST_RULE` decides.
-        ArtifactError: The first that is there cannot be used.
-    """
+    """As `tokenyard.artifact.find_champion`; none ships, and `BEST_RULE` decides where none is."""
     return find_champion(
         "regions", scenario, RegionArtifact.load, "python pipelines/sweep.py regions:default",
         path, registry,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tokenyard.metrics import percentile
 from tokenyard.problem import Measure
 from tokenyard.regions.simulator import world
 from tokenyard.regions.simulator.run import RegionOutcomes
@@ -44,12 +45,9 @@ def measure(outcomes: RegionOutcomes) -> dict[str, float]:
     energy, switching = total(world.OUT_ENERGY_USD), total(world.OUT_OVERHEAD_USD)
     late = total(world.OUT_LATE_USD)
     steps = np.diff(outcomes.shares, axis=0)
-    p50, p95, p99 = np.percentile(response, [50, 95, 99]) if len(response) else [np.nan] * 3
     return {
         "mean_response_s": mean_s,
-        "p50_response_s": float(p50),
-        "p95_response_s": float(p95),
-        "p99_response_s": float(p99),
+        **{f"p{share}_response_s": percentile(response, share) for share in (50, 95, 99)},
         "network_s": network,
         "waiting_s": mean_s - network - inference,
         "inference_s": inference,

@@ -30,15 +30,9 @@ def has_pot() -> bool:
 
 
 def exact(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArray:
-    """Solve the transport problem with equal totals.
+    """Solve the transport problem with equal totals: the plan of least cost, shape (n, m).
 
-    Args:
-        supply: Row sums, shape (n,).
-        demand: Column sums with the same total, shape (m,).
-        cost: Per unit, shape (n, m).
-
-    Returns:
-        The plan of least cost, shape (n, m).
+    Row sums have shape (n,), column sums (m,); cost is per unit, shape (n, m).
     """
     # Solvers hold sums to be equal within fixed bounds; a power of two rounds nothing.
     unit = np.ldexp(1.0, np.frexp(supply.sum())[1])
@@ -63,8 +57,7 @@ def _by_pot(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatAr
 @cache
 def _incidence(n: int, m: int) -> Any:
     rows = kron(identity(n), np.ones((1, m)), format="csr")
-    columns = kron(np.ones((1, n)), identity(m), format="csr")
-    return rows, columns
+    return rows, kron(np.ones((1, n)), identity(m), format="csr")
 
 
 def _by_linprog(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArray:
@@ -133,12 +126,8 @@ def sinkhorn(
 ) -> FloatArray:
     """`within` with an entropy term, which smooths the plan (Cuturi 2013).
 
-    Args:
-        demand: Row sums.
-        capacity: Bounds of column sums; raised in proportion where they do not suffice.
-        cost: Per unit.
-        regularisation: Weight of the entropy, in units of the greatest cost.
-        num_iterations: Most scalings of rows and columns.
+    Capacities are raised in proportion where they do not suffice. The entropy's weight counts in
+    units of the greatest cost; `num_iterations` bounds the scalings of rows and columns.
     """
     capacity = capacity * max(1.0, demand.sum() / capacity.sum() * (1 + 1e-9))
     slack = max(capacity.sum() - demand.sum(), 0.0)

@@ -302,11 +302,7 @@ def _tell(match: Match, there: Connection) -> None:
 def hindsight_s(rules: Mapping[str, FloatArray]) -> tuple[FloatArray, tuple[str, str]]:
     """Return the mean responses of the best rule, chosen on the other half of the streams.
 
-    Args:
-        rules: Mean response by stream of every rule, shape (num_streams,).
-
-    Returns:
-        Shape (num_streams,), and the rules that even and odd streams are compared with.
+    Times have shape (num_streams,). The rules that even and odd streams are compared with follow.
     """
     names, times_s = list(rules), np.array(list(rules.values()))
     chosen = [int(times_s[:, 1 - half :: 2].mean(axis=1).argmin()) for half in (0, 1)]

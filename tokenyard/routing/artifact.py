@@ -175,8 +175,7 @@ def _check_residual(artifact: PolicyArtifact) -> None:
 
 
 def _check_inputs(artifact: PolicyArtifact) -> None:
-    metadata = artifact.metadata
-    if metadata.scaling is None:
+    if artifact.metadata.scaling is None:
         raise ValueError("a network needs scaling in its metadata")
 
 
@@ -204,11 +203,7 @@ def _run_network(artifact: PolicyArtifact, sim: PolicySimulator) -> None:
 def network_preferences(
     artifact: PolicyArtifact, observations: npt.NDArray[np.float32]
 ) -> FloatArray:
-    """Preferences of an exported `mlp` for observations of shape (num, size).
-
-    Returns:
-        Shape (num, num_replicas), higher is better.
-    """
+    """Preferences of an exported `mlp`, shape (num, num_replicas), for observations (num, size)."""
     return Network.from_arrays(artifact.arrays, artifact.metadata.activation)(observations)
 
 
@@ -253,14 +248,7 @@ def learned_policy(artifact: PolicyArtifact, started_at: datetime | None = None)
 def resolve_champion(
     scenario: str, path: str | Path | None = None, registry: RegistryLookup | None = None
 ) -> tuple[PolicyArtifact, str]:
-    """Find the policy that `champion` means, and say where it was found.
-
-    The order is that of `tokenyard.artifact.find_champion`.
-
-    Raises:
-        NoChampionError: There is none; `rule_for` says which rule decides.
-        ArtifactError: The first that is there cannot be used.
-    """
+    """As `tokenyard.artifact.find_champion`; where there is none, `rule_for` says what decides."""
     return find_champion(
         "routing", scenario, PolicyArtifact.load, "pipelines/sweep.py", path, registry
     )
@@ -272,21 +260,16 @@ def rule_for(scenario: str) -> str:
 
 
 def best_tuned_rule(scenario: str) -> str | None:
-    """Rule with the smallest worst regret over the loads, of those best at the scenario's own.
+    """Rule with the smallest worst regret over the loads; None: none was tuned.
 
-    Returns:
-        Its name; None: none was tuned.
+    It is one of those that are best at the scenario's own load.
     """
     tuned = find_tuned(scenario)
     return None if tuned is None else tuned.best_over_loads()
 
 
 def lineage_of(scenario: Scenario) -> dict[str, str]:
-    """Hashes of the traffic model, which is fitted to a trace, and of the replicas as calibrated.
-
-    Returns:
-        `trace_sha256` and `calibration_sha256`, 12 hex digits each.
-    """
+    """`trace_sha256` of the traffic model, `calibration_sha256` of replicas; 12 hex digits each."""
     return {
         "trace_sha256": _short(load_model(scenario.workload).model_dump_json()),
         "calibration_sha256": _short(scenario.calibration),

@@ -48,9 +48,7 @@ def summarise(scenario: Scenario, run: Run) -> dict[str, float]:
     return {
         **({} if run.rewards is None else {"reward": float(run.rewards.sum())}),
         "mean_response_s": metrics.mean(offered_s),
-        "p50_response_s": metrics.percentile(offered_s, 50),
-        "p95_response_s": metrics.percentile(offered_s, 95),
-        "p99_response_s": metrics.percentile(offered_s, 99),
+        **{f"p{share}_response_s": metrics.percentile(offered_s, share) for share in (50, 95, 99)},
         "cvar99_response_s": metrics.cvar99_s(offered_s),
         "mean_queue_length": float(outcomes.waiting_seen.mean()),
         "slo_violation_fraction": metrics.slo_violation_fraction(violations),

@@ -136,8 +136,7 @@ def attainment(scenario: Scenario, rows: Sequence[Row], credit: str = "") -> Fig
             key = f"attained_tenant_{tenant.name}_fraction"
             panels[key] = (f"tenant\n{tenant.name}, %", 100.0)
         panels["service_gap_tokens_per_s"] = ("service gap\ntokens/s", 1.0)
-    title = "requests that attained their SLOs"
-    return small_bars(rows, panels, credit, title)
+    return small_bars(rows, panels, credit, "requests that attained their SLOs")
 
 
 def load_trajectories(scenario: Scenario, runs: Mapping[str, Run], credit: str = "") -> Figure:

@@ -97,8 +97,7 @@ class PolicyOfUrl:
         return self._send_once(body)
 
     def _send_once(self, body: str) -> http.client.HTTPResponse:
-        headers = {"Content-Type": "application/json"}
-        self._connection.request("POST", self._path, body, headers)
+        self._connection.request("POST", self._path, body, {"Content-Type": "application/json"})
         return self._connection.getresponse()
 
     def _fail(self, reason: str) -> None:

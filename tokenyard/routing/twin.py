@@ -21,8 +21,7 @@ from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource
 from tokenyard.workload.trace import Trace
 
-RAY_DEFAULT = "ray_default"
-_STANDS_FOR = {RAY_DEFAULT: "power_of_two"}
+_STANDS_FOR = {"ray_default": "power_of_two"}
 """Live policies that the simulator knows by another name."""
 _COPIES = 10
 """Runs of every policy: those that draw by themselves differ from run to run."""
@@ -56,10 +55,9 @@ def runners(
 def simulate(
     scenario: Scenario, policies_of: str, trace: Trace, policies: Iterable[str], seed: int
 ) -> dict[str, dict[str, float]]:
-    """Run what was sent through the simulator, policy by policy; arguments as of `runners`.
+    """Run what was sent through the simulator; arguments as of `runners`.
 
-    Returns:
-        The metrics of `tokenyard.routing.evaluation.summarise` by policy, means over a few runs.
+    Gives the metrics of `tokenyard.routing.evaluation.summarise` by policy, means over a few runs.
 
     Raises:
         ValueError: A policy is unknown or does not fit the replicas.

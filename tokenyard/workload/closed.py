@@ -76,9 +76,8 @@ def _play(
 ) -> tuple[IntArray, FloatArray, IntArray]:  # fmt: skip
     """Let clients play sessions as if nobody waited for others.
 
-    Returns:
-        Of every turn played, session by session: which it is, when it arrives, seconds, and
-        whether it is the last of its session.
+    Gives of every turn played, session by session: which it is, when it arrives, seconds, and
+    whether it is the last of its session.
     """
     free_s = (rng.random(num_clients) * took_s.mean()).tolist()
     heapq.heapify(free_s)

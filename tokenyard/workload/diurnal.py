@@ -45,9 +45,6 @@ class Diurnal(FrozenModel):
 
         The time change inverts the integral of `hourly_factors` from `started_at` on (Cinlar
         1975, theorem 4.7.4), so bursts keep their shape and only their clock runs unevenly.
-
-        Args:
-            arrival_s: Times since second 0, seconds, never decreasing, shape (n,).
         """
         start = self.started_at
         start_s = ((start.weekday() * 24 + start.hour) * 60 + start.minute) * 60.0 + start.second

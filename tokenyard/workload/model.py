@@ -111,18 +111,9 @@ class LengthTables(FrozenModel):
     @cached_property
     def arrays(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
         """The first five fields, in their order, as arrays."""
-        return (
-            np.array(self.context_probabilities),
-            np.array(self.context_tokens),
-            np.array(self.bin_edges_tokens),
-            np.array(self.generated_probabilities),
-            np.array(self.generated_tokens),
-        )
-
-    @cached_property
-    def bin_means(self) -> FloatArray:
-        """`mean_generated_tokens` as an array, shape (bins,)."""
-        return np.array(self.mean_generated_tokens)
+        context = np.array(self.context_probabilities), np.array(self.context_tokens)
+        generated = np.array(self.generated_probabilities), np.array(self.generated_tokens)
+        return *context, np.array(self.bin_edges_tokens), *generated
 
 
 class WorkloadModel(FrozenModel):
@@ -154,16 +145,10 @@ class WorkloadModel(FrozenModel):
     def sample_mmpp_arrivals(
         self, num_requests: int, rate_per_s: float | None, rng: np.random.Generator
     ) -> FloatArray:
-        """Draw arrival times of the bursty process, started from its long-run distribution.
+        """Draw arrival times of the bursty process, seconds, increasing, shape (num_requests,).
 
-        Args:
-            num_requests: How many arrivals.
-            rate_per_s: Long-run mean rate; time is rescaled to it, bursts and lulls alike. The
-                rate of one finite stream varies around it. None keeps the fitted time scale.
-            rng: Source of randomness.
-
-        Returns:
-            Times since the start of the stream, seconds, increasing, shape (num_requests,).
+        It starts from its long-run distribution. Time is rescaled to the long-run mean rate, around
+        which that of one finite stream varies; None keeps the fitted time scale.
         """
         arrival_s = np.empty(num_requests)
         draw_mmpp_arrivals(*self.arrivals.arrays, self.arrivals.dt_s, arrival_s, rng)
@@ -197,7 +182,7 @@ class WorkloadModel(FrozenModel):
     def mean_generated_tokens(self, context_tokens: IntArray | FloatArray) -> FloatArray:
         """Predict outputs by the mean of the context's bin, tokens, shape of `context_tokens`."""
         bins = np.searchsorted(self.lengths.arrays[2], context_tokens)
-        return self.lengths.bin_means[bins]
+        return np.array(self.lengths.mean_generated_tokens)[bins]
 
 
 def poisson_arrivals(num_requests: int, rate_per_s: float, rng: np.random.Generator) -> FloatArray:

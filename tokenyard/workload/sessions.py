@@ -73,13 +73,10 @@ class Sessions(FrozenModel):
         model: WorkloadModel,
         block_tokens: int,
     ) -> Trace:
-        """Draw requests of conversations that begin as a Poisson process.
+        """Draw requests, with `prefix_hashes`, of conversations that begin as a Poisson process.
 
         Block k of a prompt is told by one number that stands for all up to its end; an answer's
         blocks are told with its request.
-
-        Returns:
-            A trace with `prefix_hashes`, its first request at second 0.
         """
         before = num_requests if self.warm_up_s is None else self.warm_up_s * rate_per_s
         num_sessions = int((before + num_requests) / self._least_turns) + 50
@@ -110,27 +107,35 @@ class Sessions(FrozenModel):
     def draw_turns(
         self, num_sessions: int, rng: np.random.Generator, model: WorkloadModel
     ) -> tuple[Turns, FloatArray]:
-        """Draw conversations, and the gaps between their beginnings.
-
-        Returns:
-            The turns, and gaps over the mean gap, shape (num_sessions,).
+        """Draw turns, and the gaps between sessions over their mean, shape (num_sessions,).
 
         Raises:
             ValueError: No prompt is within `max_context_tokens`.
         """
-        num_turns = self._num_turns(num_sessions, rng)
+        if self.turns is None:
+            num_turns = rng.geometric(1.0 / self.mean_turns, num_sessions)
+        else:
+            num_turns = np.maximum(self.turns.draw_whole(num_sessions, rng), 1)
         gaps = rng.standard_exponential(num_sessions)
         shares = 1.0 / np.arange(1, self.num_system_prompts + 1)
         prompts = rng.choice(self.num_system_prompts, num_sessions, p=shares / shares.sum())
         session = np.repeat(np.arange(num_sessions), num_turns)
         first = np.concatenate([[0], np.cumsum(num_turns)[:-1]])[session]
         num = len(session)
-        message = self._messages(num, rng)
-        answer = self._answers(num, rng, model)
-        think_s = self._think_s(num, rng)
+        if self.message_tokens is None:
+            message = rng.exponential(self.mean_message_tokens - 1.0, num).astype(np.int64) + 1
+        else:
+            message = np.maximum(self.message_tokens.draw_whole(num, rng), 1)
+        lengths = self.answer_tokens
+        drawn = lengths.draw_whole(num, rng) if lengths else model.sample_lengths(num, rng)[1]
+        answer = np.maximum(drawn, 1)
+        think = self.think_s or Spread(kind="exponential", mean=self.mean_think_s)
+        think_s = think.draw(num, rng)
         said = np.cumsum(message + answer)
         before = (said - message - answer) - (said - message - answer)[first]
-        opening = self._openings(num_sessions, rng)[session]
+        opening = np.zeros(num, dtype=np.int64)
+        if self.opening_tokens is not None:
+            opening = self.opening_tokens.draw_whole(num_sessions, rng)[session]
         waited_s = np.cumsum(answer * self.answer_token_s + think_s)
         before_s = waited_s - answer * self.answer_token_s - think_s
         turns = Turns(
@@ -146,31 +151,6 @@ class Sessions(FrozenModel):
                 f"{turns.context.min()} tokens"
             )
         return turns.where(short), gaps
-
-    def _num_turns(self, num: int, rng: np.random.Generator) -> IntArray:
-        if self.turns is None:
-            return rng.geometric(1.0 / self.mean_turns, num)
-        return np.maximum(self.turns.draw_whole(num, rng), 1)
-
-    def _messages(self, num: int, rng: np.random.Generator) -> IntArray:
-        if self.message_tokens is None:
-            return 1 + rng.exponential(self.mean_message_tokens - 1.0, num).astype(np.int64)
-        return np.maximum(self.message_tokens.draw_whole(num, rng), 1)
-
-    def _answers(self, num: int, rng: np.random.Generator, model: WorkloadModel) -> IntArray:
-        if self.answer_tokens is None:
-            return np.maximum(model.sample_lengths(num, rng)[1], 1)
-        return np.maximum(self.answer_tokens.draw_whole(num, rng), 1)
-
-    def _think_s(self, num: int, rng: np.random.Generator) -> FloatArray:
-        if self.think_s is None:
-            return rng.exponential(self.mean_think_s, num)
-        return self.think_s.draw(num, rng)
-
-    def _openings(self, num: int, rng: np.random.Generator) -> IntArray:
-        if self.opening_tokens is None:
-            return np.zeros(num, dtype=np.int64)
-        return self.opening_tokens.draw_whole(num, rng)
 
     def _starts_s(self, turns: Turns, gaps: FloatArray, rate_per_s: float) -> FloatArray:
         """When sessions begin, seconds, shape (num_sessions,)."""
@@ -220,8 +200,7 @@ class Turns(NamedTuple):
 
     def where(self, kept: BoolArray) -> Turns:
         """Only some."""
-        columns = {name: column[kept] for name, column in self._asdict().items()}
-        return self._replace(**columns)
+        return self._replace(**{name: column[kept] for name, column in self._asdict().items()})
 
 
 @lru_cache
@@ -245,5 +224,5 @@ def mean_think_s(sessions: Sessions, workload: str) -> float:
 
 def _sample(sessions: Sessions, workload: str) -> Turns:
     num_sessions = int(_REQUESTS_FOR_MEANS / sessions._least_turns)
-    rng = np.random.default_rng(0)
-    return sessions.draw_turns(num_sessions, rng, load_model(workload))[0]
+    model = load_model(workload)
+    return sessions.draw_turns(num_sessions, np.random.default_rng(0), model)[0]

@@ -67,11 +67,10 @@ class Trace:
             raise ValueError(f"started_at {self.started_at} has no time zone; give it UTC")
         if (self.prefix_hashes is None) != (self.prefix_block_tokens is None):
             raise ValueError("give prefix_hashes and prefix_block_tokens together")
-        if self.prefix_hashes is not None and len(self.prefix_hashes) != self.num_requests:
-            raise ValueError(
-                f"prefix_hashes has {len(self.prefix_hashes)} entries for "
-                f"{self.num_requests} requests; give one per request"
-            )
+        count, num = len(self.prefix_hashes or ()), self.num_requests
+        if self.prefix_hashes is not None and count != num:
+            text = f"prefix_hashes has {count} entries for {num} requests; give one per request"
+            raise ValueError(text)
 
     @property
     def num_requests(self) -> int:
@@ -136,7 +135,8 @@ class Trace:
 
     def with_rate(self, rate_per_s: float) -> Trace:
         """Rescale time so that `mean_rate_per_s` is `rate_per_s`."""
-        self._check_has_duration()
+        if not self.duration_s > 0:
+            raise ValueError(f"{self.num_requests} requests at one instant have no rate to rescale")
         if not rate_per_s > 0:
             raise ValueError(f"rate {rate_per_s} requests/s must be positive")
         return self.rescaled(self.mean_rate_per_s / rate_per_s)
@@ -214,10 +214,6 @@ class Trace:
     def _check_index(self, n: int) -> None:
         if not 0 <= n <= self.num_requests:
             raise ValueError(f"index {n} is outside a trace of {self.num_requests} requests")
-
-    def _check_has_duration(self) -> None:
-        if not self.duration_s > 0:
-            raise ValueError(f"{self.num_requests} requests at one instant have no rate to rescale")
 
 
 def _check_columns(arrival_s: FloatArray, *tokens: IntArray) -> None:
