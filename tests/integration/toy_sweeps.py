@@ -75,6 +75,12 @@ class ToyTrialConfig(TrialConfig):
     num_cpus: int = 1
 
 
+def toy_trial(algorithm: str) -> dict[str, Any]:
+    """A trial's config, as Tune hands it on."""
+    (designed,) = replace(tiny(), trials=(ToyTrialConfig(algorithm=algorithm),)).designed_trials(0)
+    return designed
+
+
 def tiny() -> Experiment:
     """Two algorithms, two seeds, five iterations each."""
     return Experiment(

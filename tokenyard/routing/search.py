@@ -192,7 +192,7 @@ def linear_weights(
     servers = server_model(scenario)
     if placement.base == IN_ORDER:
         return in_order_rules(placement, knobs or {}).in_order_weights
-    if placement.base == DELAY and placement.numbers:
+    if placement.base == DELAY and placement.numbers is not None:
         wait, others = placement.values()
         return FleetRules(wait_weight=wait, others_weight=others).marginal_weights
     return servers.linear_placements(find_tuned(scenario.name)).get(str(placement))

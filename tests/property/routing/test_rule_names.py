@@ -37,7 +37,7 @@ def test_what_is_no_name_of_a_rule_is_none(text):
     assert not is_rule(text)
 
 
-@pytest.mark.parametrize("text", ["sjf@x", "sjf@-1", "sjf@nan", "sjf@1:", "sjf@:1", "sjf@inf"])
-def test_what_is_no_number_from_zero_on_is_refused(text):
+@pytest.mark.parametrize("number", ["x", "-1", "nan", "1:", ":1", "inf", ""])
+def test_what_is_no_number_from_zero_on_is_refused(number):
     with pytest.raises(ValueError, match="is no number from 0 on"):
-        Term.parse(text).values()
+        Term.parse(f"sjf@{number}").values()

@@ -9,6 +9,7 @@ import pytest
 from scripts import load_script
 
 from tokenyard.workload.readers import TraceError, find_trace, read_trace
+from tokenyard.workload.trace_options import TraceOptions
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 PLAIN = "arrival_s,context_tokens,generated_tokens\n"
@@ -438,9 +439,11 @@ def test_a_file_that_was_packed_and_cut_is_refused(tmp_path, text):
 @pytest.mark.parametrize("name", ["evaluate", "train", "fit_workload", "replay"])
 def test_every_command_that_takes_a_trace_says_what_it_recognised(file_with, name, capsys):
     args = load_script(f"pipelines/{name}.py").Args
-    needed = {"fleet": "mixed", "trace": "x"} if name == "train" else {}
     path = file_with(as_csv(AZURE.strip(), STAMPS["us"]))
-    trace, _ = args(**needed, time_unit="us", block_tokens=16, on_bad_row="skip").read(path)
+    options = {"time_unit": "us", "block_tokens": 16, "on_bad_row": "skip"}
+    reading = TraceOptions(**options)
+    asked = args(reading=reading).reading if name == "train" else args(**options)
+    trace, _ = asked.read(path)
     assert trace.duration_s == pytest.approx(74.25)
     assert capsys.readouterr().err == (
         f"trace {path}: layout Azure, times in us, rows: 100, span: 74.25 s\n"

@@ -103,7 +103,7 @@ def is_placement(placement: Term) -> bool:
 
     Some of them take parameters.
     """
-    takes = PARAMETERS if placement.numbers else BASELINES
+    takes = BASELINES if placement.numbers is None else PARAMETERS
     return placement.base in (*takes, IN_ORDER)
 
 
@@ -119,7 +119,7 @@ def make_policy(name: str, context: PolicyContext) -> RoutingPolicy:
         if placement.base == IN_ORDER:
             return _in_order(rule, context)
         return Ordered(make_policy(str(placement), context), order_of(rule, context))
-    if placement.numbers and placement.base in PARAMETERS:
+    if placement.numbers is not None and placement.base in PARAMETERS:
         values = placement.values()
         try:
             return PARAMETERS[placement.base](context, *values)
@@ -139,7 +139,7 @@ def _in_order(rule: RuleName, context: PolicyContext) -> MarginalInOrder:
             f"{str(rule)!r}: {kind} counts a request at the replica that it is sent to, and "
             f"{IN_ORDER} asks about all of them; put another placement before it"
         )
-    if placement.numbers:
+    if placement.numbers is not None:
         wait, others = (*placement.values(), math.nan, math.nan)[:2]
         if math.isnan(others):
             raise ValueError(f"{str(placement)!r} needs two weights: {Term.of(IN_ORDER, 1, 0.5)}")

@@ -431,7 +431,7 @@ def order_of(name: RuleName, context: PolicyContext) -> Order:
     if rule is None:
         hint = did_you_mean(order.base, ORDERS)
         raise ValueError(f"unknown order {order.base!r}; choose one of {sorted(ORDERS)}{hint}")
-    knobs = knobs_of(order) if order.numbers else context.order_knobs(str(name))
+    knobs = context.order_knobs(str(name)) if order.numbers is None else knobs_of(order)
     return rule.make(context.num_replicas, knobs)
 
 

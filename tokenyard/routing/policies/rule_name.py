@@ -16,19 +16,19 @@ class Term(NamedTuple):
     """A placement or an order, with the numbers that its name gives it."""
 
     base: str
-    numbers: str = ""
-    """As they are written, `5:3`; empty: those that were tuned, or the defaults, apply."""
+    numbers: str | None = None
+    """As they are written, `5:3`; None: those that were tuned, or the defaults, apply."""
 
     @classmethod
     def parse(cls, text: str) -> Term:
         """Take `BASE@NUMBER:NUMBER` apart; nothing is checked."""
-        base, _, numbers = text.partition(_NUMBERS)
-        return cls(base, numbers) if numbers else cls(text)
+        base, separator, numbers = text.partition(_NUMBERS)
+        return cls(base, numbers if separator else None)
 
     @classmethod
     def of(cls, base: str, *values: float) -> Term:
         """Name a placement or an order with these numbers."""
-        return cls(base, _NUMBER.join(f"{value:g}" for value in values))
+        return cls(base, _NUMBER.join(f"{value:g}" for value in values) if values else None)
 
     def values(self) -> list[float]:
         """The numbers; none where the name gives none.
@@ -36,7 +36,7 @@ class Term(NamedTuple):
         Raises:
             ValueError: One of them is no number from 0 on.
         """
-        return [self._value(text) for text in self.numbers.split(_NUMBER)] if self.numbers else []
+        return [] if self.numbers is None else list(map(self._value, self.numbers.split(_NUMBER)))
 
     def _value(self, text: str) -> float:
         try:
@@ -49,7 +49,7 @@ class Term(NamedTuple):
 
     def __str__(self) -> str:
         """Return the text that `parse` takes."""
-        return f"{self.base}{_NUMBERS}{self.numbers}" if self.numbers else self.base
+        return self.base if self.numbers is None else f"{self.base}{_NUMBERS}{self.numbers}"
 
 
 class RuleName(NamedTuple):

@@ -87,7 +87,7 @@ def in_order_rules(placement: Term, knobs: Mapping[str, float]) -> FleetRules:
         ValueError: The name has other than two numbers.
     """
     names = ("wait_weight", "others_weight")
-    if placement.numbers:
+    if placement.numbers is not None:
         knobs = dict(zip(names, placement.values(), strict=True))
     return FleetRules.model_validate({name: knobs[name] for name in names if name in knobs})
 
@@ -410,7 +410,7 @@ class Batching(_Servers):
         return found
 
     def _placement(self, placement: Term, tuned: TunedRules | None) -> Place | None:
-        if placement.base == DELAY and placement.numbers:
+        if placement.base == DELAY and placement.numbers is not None:
             wait, others = placement.values()
             return self._marginal(wait, others)
         if str(placement) not in self.compiled_rules:
