@@ -116,7 +116,7 @@ class _Feed:
             return np.asarray(self._grid[chosen])
         if not isinstance(actions, Mapping):
             # Vector environments of RLlib give one action per copy.
-            actions = {name: np.array([one[name] for one in actions]) for name in actions[0]}
+            actions = {name: np.array([action[name] for action in actions]) for name in actions[0]}
         if self.config.action == "shape":
             shape = np.asarray(actions["shape"], np.int64).reshape(-1)
             if shape.min() < 0 or shape.max() >= len(self._shape_index):

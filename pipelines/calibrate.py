@@ -345,7 +345,10 @@ def live_scenario(
     )
     if classes:
         known = ("name", "response_s", "ttft_s", "tpot_s", "max_wait_s")
-        fleet["classes"] = [{key: one[key] for key in known if one.get(key)} for one in classes]
+        fleet["classes"] = [
+            {key: service_class[key] for key in known if service_class.get(key)}
+            for service_class in classes
+        ]
         fields["slo_response_s"] = classes[0]["response_s"]
         slo = "SLOs: the gateway's."
         if len(classes) > 1:

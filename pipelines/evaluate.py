@@ -107,8 +107,8 @@ def plan_all(args: Args, problem: Problem[S, A, D, R]) -> list[EvaluationPlan[S,
     registry = mlflow_lookup(uri) if uri else None
     scenarios = [problem.load_scenario(name) for name in names]
     if not args.reward:
-        scenarios = [problem.without_reward(one) for one in scenarios]
-    return [plan(args, problem, one, registry) for one in scenarios]
+        scenarios = [problem.without_reward(scenario) for scenario in scenarios]
+    return [plan(args, problem, scenario, registry) for scenario in scenarios]
 
 
 def plan(
@@ -119,7 +119,7 @@ def plan(
     names = dict.fromkeys(name.strip() for name in [*wanted, baseline] if name.strip())
     found = {name: problem.candidate(scenario, name, registry) for name in names if name != BEST}
     candidates = _told_apart(found)
-    if baseline == BEST and not any(one.is_rule for one in candidates):
+    if baseline == BEST and not any(candidate.is_rule for candidate in candidates):
         raise ValueError(f"--baseline {BEST} needs a rule among --policies {args.policies}")
     count = problem.default_streams if args.streams is None else args.streams
     at_least_one("--streams", count)
@@ -130,7 +130,9 @@ def plan(
         count, args.seed, args.source, args.trace, args.native_time, args, args.load
     )
     streams, notes = problem.evaluation_streams(scenario, options)
-    notes += [f"{one.name}: {one.source}" for one in candidates if not one.is_rule]
+    notes += [
+        f"{candidate.name}: {candidate.source}" for candidate in candidates if not candidate.is_rule
+    ]
     if baseline != BEST:
         baseline = candidates[list(found).index(baseline.strip())].name
     return EvaluationPlan(scenario, streams, candidates, baseline, notes)

@@ -215,7 +215,7 @@ class Measured:
             return
         found = summarise(asks, answers, took_s, *self.limits)
         self.turns[name].append(None if why_void else found)
-        failures = Counter(one.failure for one in answers if one.failure is not None)
+        failures = Counter(answer.failure for answer in answers if answer.failure is not None)
         why = "".join(f"; {count} x {reason}" for reason, count in failures.most_common(3))
         why += f"; void: meanwhile {why_void}" if why_void else ""
         told = f"turn {len(self.turns[name])} {name}: mean {found['mean_response_s']:.3f} s{why}"
@@ -284,7 +284,7 @@ async def run(args: Args, console: Console, measured: Measured) -> None:
         card = await client.get("/v1/policy") if needs_card else {}
         words_per_token = await client.words_per_token()
         longest = int(model.get("max_model_len") or 4096)
-        asks = [make_asks(args, one, words_per_token, longest) for one in stretches]
+        asks = [make_asks(args, stretch, words_per_token, longest) for stretch in stretches]
         names = [one.strip() for one in (args.compare or "").split(",") if one.strip()]
         begun = await decider(client)
         before = card.get("name", "as served") if begun is None else begun[0]

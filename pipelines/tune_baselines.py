@@ -89,7 +89,7 @@ def tune_regions(
         live = {f"live_{key}": value for key, value in asdict(knobs.live).items()}
         found = {"cap": knobs.cap, "smoothing": knobs.smoothing, **live}
         told = ", ".join(f"{key} {value:.3g}" for key, value in found.items())
-        names = ",".join(one.name for one in scenarios)
+        names = ",".join(scenario.name for scenario in scenarios)
         rows.append(
             {"scenario": names, "policy": name, "parameters": told,
              "validation_cost_over_start": search.validate(), **found}

@@ -250,9 +250,9 @@ class GatewayReplica:
         self._gateway.manager.start()
         if self._access.keys is not None:
             self._watching = asyncio.create_task(self._access.keys.watch(self._note_keys))
-        for one in self._pools.values():
-            if isinstance(one, ExternalBackend):
-                one.start(self._gateway.manager.note)
+        for pool in self._pools.values():
+            if isinstance(pool, ExternalBackend):
+                pool.start(self._gateway.manager.note)
         if self._allocator is not None:
             self._reshaping = asyncio.create_task(self._allocator.run())
 
@@ -276,8 +276,8 @@ class GatewayReplica:
     async def _stop(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        for one in self._pools.values():
-            await one.stop()
+        for pool in self._pools.values():
+            await pool.stop()
         self._gateway.manager.stop()
         if self._gateway.log is not None:
             self._gateway.log.close()

@@ -420,19 +420,23 @@ class Cluster(FrozenModel):
         if self.gateway.carriers > 1 and (self.decide_only or self.allocation is not None):
             what = "without pools" if self.decide_only else "with an allocated pool"
             raise ValueError(f"a gateway {what} has one carrier")
-        changing = [one.name for one in self.external_pools if one.service_discovery or one.allowed]
+        changing = [
+            external_pool.name
+            for external_pool in self.external_pools
+            if external_pool.service_discovery or external_pool.allowed
+        ]
         if self.gateway.carriers > 1 and changing:
             raise ValueError(f"endpoints of pool {changing[0]!r} come and go: have one carrier")
         return self
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:
-        endpoints = [one for pool in self.external_pools for one in pool.endpoints]
+        endpoints = [endpoint for pool in self.external_pools for endpoint in pool.endpoints]
         for what, names in (
             ("pool", [pool.name for pool in (*self.pools, *self.templates)]),
-            ("class", [one.name for one in self.classes]),
+            ("class", [service_class.name for service_class in self.classes]),
             # By its URL an endpoint is known, and what is in flight there counted.
-            ("endpoint", [one.address for one in endpoints]),
+            ("endpoint", [endpoint.address for endpoint in endpoints]),
         ):
             twice = {name for name in names if names.count(name) > 1}
             if twice:
@@ -441,7 +445,11 @@ class Cluster(FrozenModel):
 
     @model_validator(mode="after")
     def _waits_where_there_is_a_queue(self) -> Self:
-        waits = [one.name for one in self.classes if one.max_wait_s is not None]
+        waits = [
+            service_class.name
+            for service_class in self.classes
+            if service_class.max_wait_s is not None
+        ]
         if waits and self.queue is None:
             raise ValueError(f"class {waits[0]!r} has max_wait_s, but nothing waits: give a queue")
         return self

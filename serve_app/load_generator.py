@@ -324,11 +324,11 @@ async def replay(
 
 def as_sent(trace: Trace, answers: list[ReplayedAnswer]) -> Trace:
     """Return a trace with the lengths that the server counted, of the requests it answered."""
-    done = np.array([one.failure is None for one in answers])
+    done = np.array([answer.failure is None for answer in answers])
     return Trace(
         trace.arrival_s[done],
-        np.array([one.prompt_tokens for one in answers])[done],
-        np.array([one.output_tokens for one in answers])[done],
+        np.array([answer.prompt_tokens for answer in answers])[done],
+        np.array([answer.output_tokens for answer in answers])[done],
     )
 
 
@@ -341,10 +341,10 @@ def summarise(
     tpot_slo_s: float | None = None,
 ) -> dict[str, float]:
     """Metrics of one replay, as docs/metrics.md defines them; None: no SLO on that."""
-    response_s = np.array([one.response_s for one in answers])
-    ttft_s = np.array([one.ttft_s for one in answers])
-    arrival_s = np.array([one.arrival_s for one in asks])
-    tokens = np.array([one.output_tokens for one in answers])
+    response_s = np.array([answer.response_s for answer in answers])
+    ttft_s = np.array([answer.ttft_s for answer in answers])
+    arrival_s = np.array([ask.arrival_s for ask in asks])
+    tokens = np.array([answer.output_tokens for answer in answers])
     violations = metrics.violations(response_s, slo_s) | (ttft_s > (ttft_slo_s or np.inf))
     violations |= metrics.tpot_s(response_s, ttft_s, tokens) > (tpot_slo_s or np.inf)
     return {
@@ -355,11 +355,11 @@ def summarise(
         **{f"p{share}_response_s": metrics.percentile(response_s, share) for share in (50, 95, 99)},
         "mean_ttft_s": metrics.mean(ttft_s),
         **{f"p{share}_ttft_s": metrics.percentile(ttft_s, share) for share in (50, 99)},
-        "output_tokens_per_s": sum(one.output_tokens for one in answers) / took_s,
+        "output_tokens_per_s": sum(answer.output_tokens for answer in answers) / took_s,
         "goodput_per_s": metrics.goodput_per_s(arrival_s, violations),
         "slo_violation_fraction": metrics.slo_violation_fraction(violations),
-        "mean_prompt_tokens": _mean_tokens([one.prompt_tokens for one in answers]),
-        "mean_output_tokens": _mean_tokens([one.output_tokens for one in answers]),
+        "mean_prompt_tokens": _mean_tokens([answer.prompt_tokens for answer in answers]),
+        "mean_output_tokens": _mean_tokens([answer.output_tokens for answer in answers]),
     }
 
 

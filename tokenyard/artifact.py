@@ -195,15 +195,17 @@ def _arrays_in(data: bytes) -> dict[str, npt.NDArray[Any]]:
     _check_directory(data)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
-        if sum(one.file_size for one in members) > MAX_FILE_BYTES:
+        if sum(member.file_size for member in members) > MAX_FILE_BYTES:
             raise ArtifactError(f"it holds more than {MAX_FILE_BYTES} bytes")
         arrays = {}
-        for one in members:
-            if one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise ArtifactError(f"{one.filename} is packed in a way that numpy never does")
-            with archive.open(one) as file:
+        for member in members:
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise ArtifactError(f"{member.filename} is packed in a way that numpy never does")
+            with archive.open(member) as file:
                 # Without a number it would unpack everything before it looks how much that is.
-                arrays[one.filename.removesuffix(".npy")] = _array_of(file.read(one.file_size))
+                arrays[member.filename.removesuffix(".npy")] = _array_of(
+                    file.read(member.file_size)
+                )
         return arrays
 
 

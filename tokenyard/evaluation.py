@@ -51,7 +51,9 @@ def run_candidates(
     candidates: Sequence[Candidate[S, D, R]], scenario: S, streams: D, seed: int, mapped: Map = map
 ) -> dict[str, list[R]]:
     """Run candidates over equal streams; runs by name."""
-    return run_all({one.name: one.run for one in candidates}, scenario, streams, seed, mapped)
+    return run_all(
+        {candidate.name: candidate.run for candidate in candidates}, scenario, streams, seed, mapped
+    )
 
 
 def run_all(
@@ -90,7 +92,7 @@ def _corrected(
     measures: Sequence[Measure], rows: list[Row], pairs: Sequence[tuple[Samples, Samples]]
 ) -> list[Row]:
     """Add p-values: all differences in the rows are one family (Holm)."""
-    compared = [one for one in measures if one.delta]
+    compared = [measure for measure in measures if measure.delta]
     tests, found = [], []
     for row, (ours, theirs) in zip(rows, pairs, strict=True):
         row |= {one.p_key: 1.0 for one in compared}
@@ -118,13 +120,13 @@ def _row(
         **problem.summary(scenario, runs),
     }
     ours, theirs = samples[name], samples[baseline]
-    for one in problem.measures(scenario):
-        if one.interval and one.key in row:
-            interval = ours.interval(one.key)
-            row |= {f"{one.key}_ci_low": interval.low, f"{one.key}_ci_high": interval.high}
-        if one.delta:
-            difference = ours.difference(theirs, one.key, one.relative)
-            row |= dict(zip(one.delta_keys, difference, strict=True))
+    for measure in problem.measures(scenario):
+        if measure.interval and measure.key in row:
+            interval = ours.interval(measure.key)
+            row |= {f"{measure.key}_ci_low": interval.low, f"{measure.key}_ci_high": interval.high}
+        if measure.delta:
+            difference = ours.difference(theirs, measure.key, measure.relative)
+            row |= dict(zip(measure.delta_keys, difference, strict=True))
     return row
 
 
@@ -150,7 +152,7 @@ def best_rule(
     runs: Mapping[str, Sequence[R]],
 ) -> str:
     """Name the rule with the best score: a choice that no rule could make beforehand."""
-    rules = [one.name for one in candidates if one.is_rule]
+    rules = [candidate.name for candidate in candidates if candidate.is_rule]
     return max(rules, key=lambda name: problem.score.value(problem.summary(scenario, runs[name])))
 
 
@@ -184,9 +186,9 @@ def level_tables(problem: Problem[S, A, D, R], scenario: S, rows: Sequence[Row])
     """Lay out what was measured, best score first; a table per `Measure.table`."""
     best_first = sorted(rows, key=lambda row: -problem.score.value(row))
     tables: dict[str, list[Measure]] = {}
-    for one in problem.measures(scenario):
-        if one.heading and one.key in rows[0]:
-            tables.setdefault(one.table, []).append(one)
+    for measure in problem.measures(scenario):
+        if measure.heading and measure.key in rows[0]:
+            tables.setdefault(measure.table, []).append(measure)
     return [_table(title, "policy", some, best_first, level) for title, some in tables.items()]
 
 
@@ -194,7 +196,7 @@ def difference_table(
     problem: Problem[S, A, D, R], scenario: S, rows: Sequence[Row], first: str = "policy"
 ) -> Table:
     """Lay out paired differences; rows are told apart by the key `first`."""
-    compared = [one for one in problem.measures(scenario) if one.delta]
+    compared = [measure for measure in problem.measures(scenario) if measure.delta]
     shown = [row for row in rows if row["policy"] != row["baseline"]]
     to = {str(row["baseline" if first == "policy" else "policy"]) for row in shown}
     title = f"{'difference to' if first == 'policy' else 'differences of'} {', '.join(sorted(to))}"
@@ -215,10 +217,10 @@ def _table(
         min_width=len(title),
     )  # fmt: skip
     table.add_column(first, no_wrap=True)
-    for one in measures:
-        table.add_column(one.heading, justify="right", no_wrap=True)
+    for measure in measures:
+        table.add_column(measure.heading, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(str(row[first]), *(show(row, one) for one in measures))
+        table.add_row(str(row[first]), *(show(row, measure) for measure in measures))
     return table
 
 

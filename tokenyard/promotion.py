@@ -57,7 +57,7 @@ class PromotionVerdict:
     @property
     def rows(self) -> list[Row]:
         """Gains and what the gate found, as rows of one table whose keys differ."""
-        rows = [one.row for one in self.gains]
+        rows = [gain.row for gain in self.gains]
         for row in self.gate:
             deltas = {key: value for key, value in row.items() if key.startswith("delta_")}
             rows.append(
@@ -68,14 +68,14 @@ class PromotionVerdict:
     @property
     def accepted(self) -> bool:
         """Whether it beats every rival and loses nowhere at the gate."""
-        return all(one.won for one in self.gains) and not self.losses
+        return all(gain.won for gain in self.gains) and not self.losses
 
     @property
     def reason(self) -> str:
         """Why, in one sentence."""
         if self.accepted:
-            return f"it beats {' and '.join(one.rival for one in self.gains)}"
-        beaten_by = [one.rival for one in self.gains if not one.won]
+            return f"it beats {' and '.join(gain.rival for gain in self.gains)}"
+        beaten_by = [gain.rival for gain in self.gains if not gain.won]
         reasons = [f"it does not beat {' and '.join(beaten_by)}"] if beaten_by else []
         lost = [f"{row['baseline']} ({row['part']})" for row in self.losses]
         reasons += [f"it loses to {', '.join(lost)} at the gate"] if lost else []

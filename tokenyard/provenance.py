@@ -54,8 +54,10 @@ def command_line(token: str | None = None) -> str:
     start = ["tokenyard"] if Path(program).name == "tokenyard" else ["python", program]
     if token:
         arguments = [
-            f"{one[: -len(token)]}TOKEN" if one == token or one.endswith(f"={token}") else one
-            for one in arguments
+            f"{argument[: -len(token)]}TOKEN"
+            if argument == token or argument.endswith(f"={token}")
+            else argument
+            for argument in arguments
         ]
     return shlex.join([*start, *arguments])
 

@@ -192,7 +192,7 @@ def open_chain(
     """
     if seed < 0:
         raise ValueError(f"seed {seed} must not be negative")
-    experiments = [fit(one) for one in load_experiments(reference)]
+    experiments = [fit(load_experiment) for load_experiment in load_experiments(reference)]
     if num_samples is not None:
         experiments = [replace(one, num_samples=num_samples) for one in experiments]
     storage, store = _locate(storage)
@@ -225,7 +225,7 @@ def open_chain(
 
 def _is_taken(path: str, experiments: Sequence[Experiment]) -> bool:
     """Whether a sweep, be it of another problem, is where one of these is to be kept."""
-    inside = [f"{path}/{one.problem.name}" for one in experiments]
+    inside = [f"{path}/{experiment.problem.name}" for experiment in experiments]
     return any(map(is_begun, inside if len(inside) > 1 else [path]))
 
 
@@ -497,7 +497,7 @@ def draw_trade_offs(sweep: Sweep, trials: list[FinishedTrial], report: Report) -
 
     Those are left out in which the scenario measures nothing, such as the energy of servers.
     """
-    measures = {one.key: one for one in sweep.problem.measures(sweep.scenario)}
+    measures = {measure.key: measure for measure in sweep.problem.measures(sweep.scenario)}
     kinds = {trial.label: str(trial.config["algorithm"]) for trial in trials}
     rows, credit = report.ranking.rows, report.ranking.streams.described
     return {

@@ -270,7 +270,7 @@ class Allocator:
             "slot": self._slot,
             "since_slots": self._since_slots,
             "grown_slot": self._grown_slot,
-            "switches": [list(one) for one in self._switches.items()],
+            "switches": [list(item) for item in self._switches.items()],
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -514,9 +514,11 @@ def steady(requests: Sequence[float], enough: float = 4000.0, sigmas: float = 3.
     are counted or one differs from the mean so far by more than chance would have it (Poisson).
     """
     total, slots = requests[-1], 1
-    for one in list(requests)[-2::-1]:
+    for request in list(requests)[-2::-1]:
         mean = total / slots
-        if total >= enough or abs(one - mean) > sigmas * math.sqrt(max(mean, 1) * (1 + 1 / slots)):
+        if total >= enough or abs(request - mean) > sigmas * math.sqrt(
+            max(mean, 1) * (1 + 1 / slots)
+        ):
             break
-        total, slots = total + one, slots + 1
+        total, slots = total + request, slots + 1
     return total / slots

@@ -103,7 +103,11 @@ def check_allocation(allocation: AllocatedPool, registry: str | None = None) -> 
             f"allocation scenario {scenario.name!r} has {len(scenario.pool)} kinds of GPUs; an "
             "allocated pool is of one kind"
         )
-    odd = [one for one in scenario.memory_fractions if round(one, 2) != one]
+    odd = [
+        memory_fraction
+        for memory_fraction in scenario.memory_fractions
+        if round(memory_fraction, 2) != memory_fraction
+    ]
     if odd:
         # A replica's application is named by it, and read back from there.
         raise ValueError(

@@ -72,7 +72,7 @@ class ServeReplicaSets:
 
     def num_waiting(self) -> int:
         """Requests that wait now."""
-        return sum(one.status.num_waiting for one in self._gateway.table.replicas.values())
+        return sum(replica.status.num_waiting for replica in self._gateway.table.replicas.values())
 
     def record(self, slot: SlotRecord) -> None:
         """Keep what is known of a slot that is over."""
@@ -148,11 +148,13 @@ class ServeReplicaSets:
         """Let replicas of a shape run so many sequences at once; False while some do not yet."""
         limit = min(self._template.config.max_batch, max_batch)
         name = pool_of(self._template, shape).name
-        replicas = [one for one in self._gateway.table.replicas.values() if one.pool == name]
-        others = [one.replica_id for one in replicas if one.profile.max_batch != limit]
+        replicas = [
+            replica for replica in self._gateway.table.replicas.values() if replica.pool == name
+        ]
+        others = [replica.replica_id for replica in replicas if replica.profile.max_batch != limit]
         backend = self._backends.get(name)
         if others and isinstance(backend, ServeBackend):
-            await asyncio.gather(*(backend.limit_batch(one, limit) for one in others))
+            await asyncio.gather(*(backend.limit_batch(other, limit) for other in others))
         return not others
 
     def _run(self, shape: Shape, count: int, name: str) -> None:

@@ -72,7 +72,7 @@ def is_done(held: Mapping[Shape, Held], target: Shape, count: int) -> bool:
     """Whether nothing but the target is left."""
     others = (one for shape, one in held.items() if shape != target)
     here = held.get(target, Held())
-    return here == Held(wanted=count, ready=count) and not any(one.num_alive for one in others)
+    return here == Held(wanted=count, ready=count) and not any(other.num_alive for other in others)
 
 
 def next_wanted(
@@ -102,7 +102,7 @@ def next_wanted(
         wanted[target] = min(count, here.wanted + room)
         return wanted
     others = {shape: one for shape, one in held.items() if shape != target}
-    if here.wanted < count and any(one.wanted > one.ready for one in others.values()):
+    if here.wanted < count and any(other.wanted > other.ready for other in others.values()):
         # What starts elsewhere serves nobody, and may never be ready.
         return wanted | {shape: one.num_serving for shape, one in others.items()}
     moving = any(one.num_alive != one.ready or one.wanted != one.ready for one in held.values())
@@ -128,7 +128,7 @@ def _make_room(
     freed = 0
     while freed < min(missing, max(least, gpus // 2)) and serving > minimum:
         shape = max(
-            (one for one in others if wanted[one]), key=lambda one: wanted[one], default=None
+            (other for other in others if wanted[other]), key=lambda one: wanted[one], default=None
         )
         if shape is None:
             return

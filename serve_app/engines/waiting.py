@@ -82,7 +82,7 @@ class WaitingLine(Generic[Item]):
 
     def remove(self, item: Item) -> None:
         """Take out one who gives up; ignored where it does not wait."""
-        self._entries = [one for one in self._entries if one[-1] is not item]
+        self._entries = [entry for entry in self._entries if entry[-1] is not item]
 
     def __len__(self) -> int:
         """Return how many wait."""

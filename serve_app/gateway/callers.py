@@ -127,7 +127,7 @@ class KeyRing:
 
     def __init__(self, keys: Iterable[ApiKey], without_key: CallerLimits | None = None) -> None:
         """Hold keys, and what each address may ask for without one; None: nothing."""
-        self.by_name = {one.name: one for one in keys}
+        self.by_name = {key.name: key for key in keys}
         self.without_key = without_key
         self.limits = {
             name: None if one.limits.are_none else one.limits for name, one in self.by_name.items()

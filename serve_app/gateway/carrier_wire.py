@@ -251,8 +251,8 @@ class FrameProtocol(asyncio.Protocol):
 
 def block_sizes(cluster: Cluster) -> tuple[int, ...]:
     """Sizes of the blocks by whose names pools' prefix caches are known, tokens."""
-    sizes = {one.prefix_block_tokens for one in cluster.own_pools}
-    sizes |= {one.prefix_block_tokens for one in cluster.external_pools}
+    sizes = {own_pool.prefix_block_tokens for own_pool in cluster.own_pools}
+    sizes |= {external_pool.prefix_block_tokens for external_pool in cluster.external_pools}
     return tuple(sorted(sizes - {0}))
 
 
@@ -271,11 +271,11 @@ def write_request(
     told = _encode(
         [
             request.request_id, class_name, len(request.token_ids), request.max_tokens,
-            request.for_engines, [len(one) for one in blocks], request.model, request.tenant,
+            request.for_engines, [len(block) for block in blocks], request.model, request.tenant,
             *_told(request),
         ]
     ).encode()  # fmt: skip
-    names = (one.tobytes() for one in blocks)
+    names = (block.tobytes() for block in blocks)
     return b"".join((len(told).to_bytes(4, "little"), told, *names))
 
 
@@ -335,7 +335,7 @@ def write_place(
     place = f"{pool}\n{replica_id}\n{key}".encode()
     if not headers and not trace:
         return place
-    parts = (trace.strip(), *(part for one in headers for part in one))
+    parts = (trace.strip(), *(part for header in headers for part in header))
     return b"\n".join((place, *parts))
 
 

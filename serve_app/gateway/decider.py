@@ -347,8 +347,8 @@ class Decider:
 
     async def resign(self) -> None:
         """Have carriers ask another from now on, or nobody; what is under way goes on."""
-        for one in self._links:
-            one.send(FrameKind.LEAVE, 0)
+        for link in self._links:
+            link.send(FrameKind.LEAVE, 0)
         await asyncio.sleep(_HEARD_S)
 
     async def stop(self) -> None:

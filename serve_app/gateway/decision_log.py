@@ -153,7 +153,7 @@ class DecisionLog:
             if len(records) == 1:
                 self._lose(1, repr(error))
                 return SCHEMA.empty_table()
-        return pa.concat_tables([self._lay_out([one]) for one in records])
+        return pa.concat_tables([self._lay_out([record]) for record in records])
 
     def _lose(self, count: int, reason: str) -> None:
         self._warn(reason)
@@ -168,9 +168,9 @@ def _groups(records: list[DecisionRecord]) -> Iterator[list[DecisionRecord]]:
     """Cut rows into groups that are laid out at once."""
     group: list[DecisionRecord] = []
     num_candidates = 0
-    for one in records:
-        group.append(one)
-        num_candidates += len(one.choice.snapshots)
+    for record in records:
+        group.append(record)
+        num_candidates += len(record.choice.snapshots)
         if num_candidates >= _CANDIDATES_PER_GROUP:
             yield group
             group, num_candidates = [], 0

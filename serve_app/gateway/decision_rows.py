@@ -96,7 +96,9 @@ def lay_out(records: Sequence[DecisionRecord]) -> pa.Table:
         columns.append(_column([getattr(row, name) for row in rows], kind))
     keys = np.array([one.order_key or _NO_ORDER for one in records], dtype=np.float64)
     columns += [pa.array(one, mask=~np.isfinite(one)) for one in keys.T]
-    columns += [_column([getattr(one, name) for one in requests], kind) for name, kind in _REQUEST]
+    columns += [
+        _column([getattr(request, name) for request in requests], kind) for name, kind in _REQUEST
+    ]
     chosen = [_ids(choice)[choice.index] for choice in choices]
     columns += [_column(chosen, pa.string()), _candidates(records)]
     return pa.Table.from_arrays(columns, schema=SCHEMA)
@@ -110,7 +112,7 @@ def _ids(choice: ReplicaChoice) -> Sequence[str]:
     snapshots = choice.snapshots
     if isinstance(snapshots, SnapshotTable):
         return snapshots.candidates.replica_ids
-    return [one.replica_id for one in snapshots]
+    return [snapshot.replica_id for snapshot in snapshots]
 
 
 def _candidates(records: Sequence[DecisionRecord]) -> pa.ListArray:

@@ -76,6 +76,8 @@ async def _watch_name(
             fail(f"{parts.hostname}: {error.strerror or error}")
         else:
             addresses = {str(one[4][0]) for one in found}
-            urls = (url_of(one, port, parts.scheme) + parts.path for one in sorted(addresses))
+            urls = (
+                url_of(address, port, parts.scheme) + parts.path for address in sorted(addresses)
+            )
             use(dict.fromkeys(urls, endpoint.address))
         await asyncio.sleep(LOOK_EVERY_S)

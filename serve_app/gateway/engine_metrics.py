@@ -178,9 +178,9 @@ class StuckMetrics:
 def read_models(answer: Any) -> EndpointInfo:
     """Read what `GET /v1/models` answers; whatever cannot be read is not told."""
     cards = answer.get("data") if isinstance(answer, dict) else None
-    cards = [one for one in cards if isinstance(one, dict)] if isinstance(cards, list) else []
-    names = frozenset(one["id"] for one in cards if isinstance(one.get("id"), str))
-    lengths = [_count(one, "max_model_len") or 0 for one in cards]
+    cards = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
+    names = frozenset(card["id"] for card in cards if isinstance(card.get("id"), str))
+    lengths = [_count(card, "max_model_len") or 0 for card in cards]
     engine = _OWNERS.get(str(cards[0].get("owned_by"))) if cards else None
     return EndpointInfo(engine, names or None, max(lengths, default=0) or None)
 
@@ -192,7 +192,9 @@ def pages_of(engine: str | None) -> list[str]:
 
 def with_page(info: EndpointInfo, engine: str, page: Any) -> EndpointInfo:
     """Add what a page of an engine's own says."""
-    length, batch, tokens = (_count(page, one) for one in _BY_NAME[engine].page_fields)
+    length, batch, tokens = (
+        _count(page, page_field) for page_field in _BY_NAME[engine].page_fields
+    )
     length = info.max_model_len or length
     return replace(info, max_model_len=length, max_batch=batch, kv_capacity_tokens=tokens)
 

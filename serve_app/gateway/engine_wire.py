@@ -27,7 +27,7 @@ STATUS_HEADER = b"x-engine-status"
 PROGRESS = b" "
 _BYTES_PER_TOKEN = 4
 _TOKENS = np.dtype("<u4")
-_STATUS = tuple(one.name for one in fields(EngineStatus))
+_STATUS = tuple(field.name for field in fields(EngineStatus))
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 

@@ -83,7 +83,7 @@ class _Renaming:
 
     async def begin(self, status: int, headers: Headers) -> None:
         self.begun = True
-        kept = [one for one in headers if one[0] != b"content-length"]
+        kept = [header for header in headers if header[0] != b"content-length"]
         await self._downstream.begin(status, kept)
 
     async def write(self, data: bytes) -> None:
@@ -124,7 +124,7 @@ class ExternalBackend:
         self.client = self._forwarder.client
         self.failures = metrics.scrape_failures.labels(pool.name)
         self._owners = {} if owners is None else owners
-        self._in_file: Found = dict.fromkeys(one.address for one in pool.endpoints)
+        self._in_file: Found = dict.fromkeys(endpoint.address for endpoint in pool.endpoints)
         self._found: dict[str, Found] = {}
         """Of service discovery, by source."""
         self._added: dict[str, None] = {}
@@ -152,8 +152,8 @@ class ExternalBackend:
             note: Is told of changes; None: nobody is.
         """
         self._note, self._tasks = note or self._note, []
-        for one in self._endpoints.values():
-            one.scraper.start()
+        for endpoint in self._endpoints.values():
+            endpoint.scraper.start()
         if self.settings.service_discovery is not None:
             sources = sources_of(self.settings.service_discovery, self._use, self._fail)
             self._tasks += map(asyncio.create_task, sources)
@@ -162,8 +162,8 @@ class ExternalBackend:
         """End scraping and close the connections."""
         for task in self._tasks or ():
             task.cancel()
-        for one in self._endpoints.values():
-            one.scraper.stop()
+        for endpoint in self._endpoints.values():
+            endpoint.scraper.stop()
         await self.client.close()
 
     def change(self, urls: Collection[str], adds: bool) -> None:
@@ -230,7 +230,7 @@ class ExternalBackend:
 
     def ray_replicas(self) -> tuple[Any, ...]:
         """The endpoints, dressed up."""
-        return tuple(one for one in self._endpoints.values() if not one.draining)
+        return tuple(endpoint for endpoint in self._endpoints.values() if not endpoint.draining)
 
     def _allows(self, url: str) -> bool:
         return is_allowed(urlsplit(url).hostname or "", self.settings.allowed)

@@ -175,7 +175,7 @@ class Forwarder:
         what = f"{self.which} {what}" + f": {error.message}" * bool(error.message)
         if error.fault is Fault.ROOM:
             after = next((value for name, value in headers if name == b"retry-after"), None)
-            limits = [one for one in headers if one[0].startswith(b"x-ratelimit-")]
+            limits = [header for header in headers if header[0].startswith(b"x-ratelimit-")]
             status = 429 if error.status == 429 else 503
             return ReplicaFull(what, status, retry_after_s(after, steady_unix_s()), limits)
         rejection = RequestRejected(error.status, headers, body)

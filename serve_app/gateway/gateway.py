@@ -299,7 +299,9 @@ class Gateway:
                       metrics.kv_used_fraction, metrics.signal_age_seconds):  # fmt: skip
             gauge.clear()
         for name, backend in self.backends.items():
-            mine = [one.status for one in self.table.replicas.values() if one.pool == name]
+            mine = [
+                replica.status for replica in self.table.replicas.values() if replica.pool == name
+            ]
             metrics.replicas.labels(name).set(len(mine))
             metrics.waiting.labels(name).set(sum(one.num_waiting for one in mine))
             metrics.running.labels(name).set(sum(one.num_running for one in mine))
@@ -330,7 +332,7 @@ class Gateway:
     def max_tokens_of(self, model: ServedModel) -> float:
         """Longest prompt plus output that any of its pools takes; infinite: nobody says."""
         pools = (one for name, one in self.backends.items() if model.is_served_by(name))
-        return max((one.max_model_tokens for one in pools), default=math.inf)
+        return max((pool.max_model_tokens for pool in pools), default=math.inf)
 
     def _count_refusal(self, request: InferenceRequest) -> None:
         if request.caller is not ANYBODY:
@@ -416,7 +418,7 @@ class Gateway:
 
     def _refusal(self, answer: Answer, errors: Sequence[ReplicaFailed]) -> Exception:
         """What to tell a caller whom no replica has answered."""
-        full = [one for one in errors if isinstance(one, ReplicaFull)]
+        full = [error for error in errors if isinstance(error, ReplicaFull)]
         if full:
             self.metrics.refused.labels(_WHY_FULL.get(type(full[-1]), "replicas full")).inc()
             told = [one for one in full if one.retry_after_s is not None]
@@ -424,15 +426,15 @@ class Gateway:
             after_s = self._retry_after_s(first.retry_after_s)
             status = 429 if any(one.status == 429 for one in full) else 503
             return Refused(str(first), after_s, status=status, headers=first.headers)
-        small = [one for one in errors if isinstance(one, ReplicaTooSmall)]
-        if small and not any(answer.fits(one) for one in self.backends.values()):
+        small = [error for error in errors if isinstance(error, ReplicaTooSmall)]
+        if small and not any(answer.fits(backend) for backend in self.backends.values()):
             return Unanswerable(str(small[-1]))
         if not errors:
             return Unserved("no replica is there")
-        lacks = [one for one in errors if isinstance(one, ReplicaLacks)]
+        lacks = [error for error in errors if isinstance(error, ReplicaLacks)]
         if len(lacks) == len(errors):
             return lacks[-1].rejection or Unanswerable(str(lacks[-1]), 404)
-        return Unserved(str(next(one for one in reversed(errors) if one not in lacks)))
+        return Unserved(str(next(error for error in reversed(errors) if error not in lacks)))
 
     def _blame_suspects(self, answer: Answer) -> None:
         """Count it against the replicas that failed a request."""
@@ -450,7 +452,7 @@ class Gateway:
 
     def _has_replica(self, answer: Answer) -> bool:
         """Whether there is one that the request could go to, whatever became of it there."""
-        pools = {one.pool for one in self.table.replicas.values() if not one.draining}
+        pools = {replica.pool for replica in self.table.replicas.values() if not replica.draining}
         return any(answer.fits(self.backends[name]) for name in pools)
 
     async def _attempt(self, answer: Answer, pick: Pick, number: int) -> None:

@@ -82,7 +82,7 @@ class History:
 
     def decisions(self) -> list[dict[str, Any]]:
         """The last decisions with the score of every candidate, newest first."""
-        return [_decision(*one) for one in reversed(self._decisions)]
+        return [_decision(*decision) for decision in reversed(self._decisions)]
 
     def _bin(self, now_s: float) -> _Bin:
         start_s = math.floor(now_s / BIN_S) * BIN_S

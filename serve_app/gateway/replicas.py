@@ -100,7 +100,9 @@ class InFlight:
     @property
     def held_tokens(self) -> int:
         """Tokens of prompts in flight, and of their answers so far."""
-        return sum(one.prompt_tokens + one.num_generated for one in self._requests.values())
+        return sum(
+            request.prompt_tokens + request.num_generated for request in self._requests.values()
+        )
 
     def count_at(self, time_s: float) -> int:
         """Requests that were in flight at a time, as far as is remembered."""
@@ -164,7 +166,7 @@ class InFlight:
 
     def prompts(self) -> Iterator[tuple[int, IntArray]]:
         """Length of each prompt in flight, tokens, and the names of its whole blocks."""
-        return ((one.prompt_tokens, one.blocks) for one in self._requests.values())
+        return ((request.prompt_tokens, request.blocks) for request in self._requests.values())
 
     def _change(self, now_s: float) -> None:
         self.tell(self._row)
@@ -430,7 +432,9 @@ class ReplicaTable:
 
         def count_blocks(block_tokens: int) -> FloatArray:
             replicas = map(self.at, rows.tolist())
-            return np.array([float(one.prompt_blocks(prompt, block_tokens)) for one in replicas])
+            return np.array(
+                [float(replica.prompt_blocks(prompt, block_tokens)) for replica in replicas]
+            )
 
         return SnapshotTable(self._candidates(rows), live, count_blocks)
 
@@ -442,8 +446,8 @@ class ReplicaTable:
                 self._sets.clear()
             replicas = [self.at(row) for row in rows.tolist()]
             known = Candidates(
-                tuple(one.replica_id for one in replicas),
-                tuple(one.pool for one in replicas),
+                tuple(replica.replica_id for replica in replicas),
+                tuple(replica.pool for replica in replicas),
                 np.ascontiguousarray(self.state[rows, : columns.NUM_FIXED]),
             )
             self._sets[key] = known
@@ -467,8 +471,8 @@ class ReplicaTable:
         self._free += range(2 * num - 1, num - 1, -1)
         self._at += [None] * num
         self._match_tokens = np.zeros(2 * num, dtype=np.int64)
-        for one in self.replicas.values():
-            one.tell(self._row(one.row))
+        for replica in self.replicas.values():
+            replica.tell(self._row(replica.row))
 
     def _row(self, number: int) -> Row:
         # Python writes into a view of memory in a third of the time that numpy needs.

@@ -67,8 +67,8 @@ class Scraper:
 
     def stop(self) -> None:
         """End."""
-        for one in self._tasks:
-            one.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._tasks = []
 
     async def _watch_metrics(self) -> None:

@@ -191,7 +191,7 @@ def describe(allocator: Allocator) -> AllocationAnswer:
             ShapeCard(shape=shape.name, **asdict(shape), **asdict(held))
             for shape, held in sorted(allocator.held.items())
         ],
-        changes=[_change(one) for one in reversed(allocator.changes)],
+        changes=[_change(change) for change in reversed(allocator.changes)],
     )
 
 

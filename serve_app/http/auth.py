@@ -81,7 +81,7 @@ class Access:
     @property
     def tenants(self) -> frozenset[str]:
         """Tenants of all keys."""
-        return frozenset().union(*(one.tenants for one in self._rings()))
+        return frozenset().union(*(ring.tenants for ring in self._rings()))
 
     def limits_of(self, caller: Caller) -> CallerLimits | None:
         """Return what a caller may ask for; None: as much as there is.
@@ -223,7 +223,7 @@ def _is_forwarded(request: HTTPConnection) -> bool:
     if request.scope.get("http_version") == "1.0":
         return True
     names = request.headers.keys()
-    return any(one in _PROXY_HEADERS or one.startswith(_PROXY_PREFIXES) for one in names)
+    return any(name in _PROXY_HEADERS or name.startswith(_PROXY_PREFIXES) for name in names)
 
 
 def _name_of(url: str) -> str | None:

@@ -111,7 +111,7 @@ class RouteMessage(StrictBody):
 
     @model_validator(mode="after")
     def _ids_are_distinct(self) -> Self:
-        check_distinct("replica_id", [one.replica_id for one in self.snapshots])
+        check_distinct("replica_id", [snapshot.replica_id for snapshot in self.snapshots])
         return self
 
     @model_validator(mode="after")

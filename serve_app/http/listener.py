@@ -104,7 +104,7 @@ class _RequestParser(httptools.HttpRequestParser):
     def _head_without_upgrade(self) -> bytes:
         protocol, version = self._protocol, self.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.get_method(), protocol.url, version)]
-        lines += [b"%b: %b" % one for one in protocol.headers if one[0] != _UPGRADE]
+        lines += [b"%b: %b" % header for header in protocol.headers if header[0] != _UPGRADE]
         return b"\r\n".join((*lines, b"", b""))
 
 

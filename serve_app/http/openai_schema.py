@@ -163,7 +163,8 @@ class ChatBody(GenerationBody):
         """Roles and texts."""
         roles = {"developer": "system"}
         return tuple(
-            {"role": roles.get(one.role, one.role), "content": one.text} for one in self.messages
+            {"role": roles.get(message.role, message.role), "content": message.text}
+            for message in self.messages
         )
 
 

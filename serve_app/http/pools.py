@@ -46,20 +46,22 @@ def make_router(gateway: Gateway, access: Access) -> APIRouter:
         now_s, backends = gateway.refresh(), gateway.backends.values()
         ejected_s, states = gateway.outliers.ejected_s, gateway.states()
         cluster = gateway.cluster
-        models = {one.name: cluster.model_of(one) for one in cluster.pools}
+        models = {pool.name: cluster.model_of(pool) for pool in cluster.pools}
         allocated = next(map(cluster.model_of, cluster.templates), cluster.served_model)
         return {
             "replicas": [
                 {
-                    **_describe_replica(one, now_s),
-                    "ejected_s": ejected_s(one.replica_id),
-                    "state": states[one.replica_id],
-                    "model": models.get(one.pool, allocated),
+                    **_describe_replica(replica, now_s),
+                    "ejected_s": ejected_s(replica.replica_id),
+                    "state": states[replica.replica_id],
+                    "model": models.get(replica.pool, allocated),
                 }
-                for one in gateway.table.replicas.values()
+                for replica in gateway.table.replicas.values()
             ],
-            "pools": [one.describe() for one in backends if isinstance(one, ExternalBackend)],
-            "classes": [one.model_dump() for one in cluster.classes],
+            "pools": [
+                backend.describe() for backend in backends if isinstance(backend, ExternalBackend)
+            ],
+            "classes": [service_class.model_dump() for service_class in cluster.classes],
         }
 
     @router.post("/v1/pools", dependencies=may_change, responses=PROBLEMS)
@@ -69,7 +71,7 @@ def make_router(gateway: Gateway, access: Access) -> APIRouter:
         pool, adds = gateway.backends.get(body.pool), request.method == "POST"
         if not isinstance(pool, ExternalBackend):
             raise BadRequest(f"pool {body.pool!r} has no endpoints that come and go", 404)
-        urls = [one.address for one in body.endpoints]
+        urls = [endpoint.address for endpoint in body.endpoints]
         try:
             pool.change(urls, adds)
         except (ValueError, LookupError) as error:

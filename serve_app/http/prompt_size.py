@@ -69,7 +69,9 @@ class PromptSize:
         self._num_messages = 0
         self.expected = defaultdict[int, float](float)
         """Tokens by kind, before anything is learnt."""
-        for name in sorted([one for one in fields if one in _FIELDS], key=_FIELDS.__getitem__):
+        for name in sorted(
+            [field for field in fields if field in _FIELDS], key=_FIELDS.__getitem__
+        ):
             is_format = name == "text" and type(fields[name]) is dict
             self._read(fields[name], _SCHEMA if is_format else _FIELDS[name], 0)
         self.text = "\n".join([text for _, text in self._pieces])

@@ -85,7 +85,7 @@ class RegionDecider:
             self._counted[key] = self._counted.get(key, 0) + 1
         return RegionsAnswer(
             decision_id=uuid.uuid4().hex,
-            region_ids=[one.region_id for one in message.regions],
+            region_ids=[region.region_id for region in message.regions],
             shares=decision.shares.tolist(),
             active=decision.active.tolist(),
             dispatch=decision.dispatch,

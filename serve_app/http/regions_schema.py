@@ -72,10 +72,10 @@ class RegionsMessage(StrictBody):
                 text = f"{num} rows of {num} numbers, as many as regions"
                 raise ValueError(f"{name} must have {text}")
         for name in ("arrivals", "forecast"):
-            lengths = {len(getattr(one, name) or ()) for one in self.regions}
+            lengths = {len(getattr(region, name) or ()) for region in self.regions}
             if len(lengths) > 1:
                 raise ValueError(f"{name} must have equal lengths in all regions")
-        check_distinct("region_id", [one.region_id for one in self.regions])
+        check_distinct("region_id", [region.region_id for region in self.regions])
         if self.previous is not None and any(abs(sum(row) - 1) > 1e-6 for row in self.previous):
             raise ValueError("every row of previous must sum to 1")
         return self
@@ -88,16 +88,16 @@ class RegionsMessage(StrictBody):
     def to_state(self, with_forecast: bool) -> RegionState:
         """Make what a policy sees; without the forecast, the last arrivals stand in for it."""
         regions, num = self.regions, len(self.regions)
-        arrivals = np.array([one.arrivals for one in regions], dtype=np.float64).T
+        arrivals = np.array([region.arrivals for region in regions], dtype=np.float64).T
         forecast = arrivals[-1:]
         if with_forecast and self.has_forecast:
-            forecast = np.array([one.forecast for one in regions], dtype=np.float64).T
-        most = max(1, *(len(one.servers) for one in regions))
+            forecast = np.array([region.forecast for region in regions], dtype=np.float64).T
+        most = max(1, *(len(region.servers) for region in regions))
         tasks = np.zeros((num, most))
         for i, one in enumerate(regions):
             tasks[i, : len(one.servers)] = [server.tasks_per_slot for server in one.servers]
         columns = {
-            name: np.array([getattr(one, name) for one in regions], dtype=np.float64)
+            name: np.array([getattr(region, name) for region in regions], dtype=np.float64)
             for name in ("waiting", "used", "usd_per_kwh")
         }
         return RegionState(
@@ -106,7 +106,7 @@ class RegionsMessage(StrictBody):
             arrivals=arrivals,
             forecast=forecast,
             **columns,
-            num_active=np.array([one.num_active for one in regions], dtype=np.int64),
+            num_active=np.array([region.num_active for region in regions], dtype=np.int64),
             previous=np.eye(num) if self.previous is None else np.array(self.previous),
             server_tasks=tasks,
             forecast_age_slots=self.forecast_age_slots,

@@ -139,8 +139,8 @@ class CarrierReplica:
             await asyncio.sleep(_END_POLL_S)
         await self._listener.stop()
         await self._carrier.stop()
-        for one in self._pools.values():
-            await one.stop()
+        for pool in self._pools.values():
+            await pool.stop()
         self._alone.manager.stop()
         if self._alone.tracing is not None:
             await asyncio.to_thread(self._alone.tracing.close)

@@ -34,13 +34,13 @@ MEASURES = (
 
 def summarise(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) -> dict[str, float]:
     """Measure all runs of one policy together; docs/metrics.md defines every key."""
-    outs = np.concatenate([one.outs for one in runs])
+    outs = np.concatenate([run.outs for run in runs])
     offered, violations = outs[:, dyn.OFFERED].sum(), outs[:, dyn.VIOLATIONS].sum()
     hours = len(outs) * scenario.slot_s / 3600
     tokens = outs[:, dyn.SERVED].sum() * scenario.generated_tokens
     usd = outs[:, dyn.USD].sum()
     table = plan_table(scenario)
-    kinds = [table.plans[i].parallelism for one in runs for i in one.plans.tolist() if i >= 0]
+    kinds = [table.plans[i].parallelism for run in runs for i in run.plans.tolist() if i >= 0]
     shares = {
         f"share_{kind}_fraction": float(np.mean([k.startswith(kind) for k in kinds]))
         if kinds
@@ -58,14 +58,14 @@ def summarise(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) 
         "dropped_fraction": float(outs[:, dyn.DROPPED].sum() / offered),
         "energy_j_per_token": float(outs[:, dyn.ENERGY_J].sum() / tokens),
         "switches": float(outs[:, dyn.SWITCHED].sum() / len(runs)),
-        "refused": float(sum(one.num_refused for one in runs)),
+        "refused": float(sum(run.num_refused for run in runs)),
         **shares,
     }
 
 
 def daily_cost(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) -> FloatArray:
     """Dollars per hour of every day, SLO violations included, mean over draws; shape (days,)."""
-    per_slot = np.mean([_cost(scenario, one) for one in runs], axis=0)
+    per_slot = np.mean([_cost(scenario, run) for run in runs], axis=0)
     days = max(1, len(per_slot) // scenario.slots_per_day)
     each = len(per_slot) // days
     return np.asarray(per_slot[: days * each].reshape(days, each).mean(axis=1))
@@ -83,8 +83,8 @@ def _cost(scenario: AllocationScenario, outcomes: AllocationOutcomes) -> FloatAr
 def _worst_day(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) -> float:
     each = scenario.slots_per_day
     days = []
-    for one in runs:
-        for start in range(0, len(one.outs) - each + 1, each):
-            day = one.outs[start : start + each]
+    for run in runs:
+        for start in range(0, len(run.outs) - each + 1, each):
+            day = run.outs[start : start + each]
             days.append(1 - day[:, dyn.VIOLATIONS].sum() / day[:, dyn.OFFERED].sum())
     return float(min(days)) if days else np.nan

@@ -283,7 +283,7 @@ def undetermined(profile: IterationProfile, fitted: LinearCoefficients) -> list[
     noise = max(1.5 * float(np.median(np.abs(fitted.values @ design - 1))), _LEAST_NOISE)
     error = noise * np.linalg.norm(directions / spread, axis=1)
     told = fitted.values * size > 2 * error
-    names = [one.name for one in fields(fitted)]
+    names = [field.name for field in fields(fitted)]
     return [name for name, is_told in zip(names, told.tolist(), strict=False) if not is_told]
 
 

@@ -109,8 +109,10 @@ def sd_for_accuracy(wanted: float, streams: Sequence[RegionStream]) -> float:
         middle = (low + high) / 2
         got = np.mean(
             [
-                prediction_accuracy(NoisyOracle(middle, 1).forecast_all(one)[:, 0], one.counts)
-                for one in streams
+                prediction_accuracy(
+                    NoisyOracle(middle, 1).forecast_all(stream)[:, 0], stream.counts
+                )
+                for stream in streams
             ]
         )
         low, high = (middle, high) if got > wanted else (low, middle)

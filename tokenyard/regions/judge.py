@@ -49,8 +49,8 @@ def run_layouts(
         drawn = draw_layout(scenario, seed, "test", index)
         stream = sample_stream(drawn, stream_rng(seed, "test", index))
         episode = Episodes([stream], fit_seasonal(drawn), scenario.name)
-        for one in candidates:
-            runs[one.name] += one.run(drawn, episode, seed)
+        for candidate in candidates:
+            runs[candidate.name] += candidate.run(drawn, episode, seed)
     return runs
 
 

@@ -97,7 +97,7 @@ class Regions(Problem[RegionScenario, RegionArtifact, Episodes, Measured]):
 
     def summary(self, scenario: RegionScenario, runs: Sequence[Measured]) -> dict[str, float]:
         """Means over episodes."""
-        return {key: float(np.mean([one[key] for one in runs])) for key in runs[0]}
+        return {key: float(np.mean([run[key] for run in runs])) for key in runs[0]}
 
     def samples(
         self,

@@ -72,7 +72,9 @@ class KnobSearch(CrossEntropy):
         self.config = config = config or RegionSearchConfig()
         if config.population < 1:
             raise ValueError(f"a population of {config.population} must be at least 1")
-        self.scenarios = [one.model_copy(update={"num_slots": config.slots}) for one in scenarios]
+        self.scenarios = [
+            scenario.model_copy(update={"num_slots": config.slots}) for scenario in scenarios
+        ]
         std = np.concatenate([_KNOB_STD[one] for one in self._recipe.tunable])
         super().__init__(
             np.zeros(len(std)), config.spread * std, population=config.population,
@@ -120,7 +122,7 @@ class KnobSearch(CrossEntropy):
         stream = sample_stream(drawn, stream_rng(self.seed, part, index))
         forecaster = fit_seasonal(drawn)
         start = self._measured(np.zeros_like(self.mean), drawn, stream, forecaster)
-        found = [self._measured(one, drawn, stream, forecaster) for one in candidates]
+        found = [self._measured(candidate, drawn, stream, forecaster) for candidate in candidates]
         return np.array([cost(one, start) for one in found])
 
     def _measured(

@@ -60,7 +60,11 @@ class RegionServers:
 def _cluster(text: str) -> RegionServers:
     scenario = RegionScenario.model_validate_json(text)
     topology = load_topology(scenario.topology)
-    unknown = [one.region for one in scenario.failures if (one.region or 0) >= topology.num_regions]
+    unknown = [
+        failure.region
+        for failure in scenario.failures
+        if (failure.region or 0) >= topology.num_regions
+    ]
     if unknown:
         raise ValueError(
             f"no region {unknown[0]} can fail: topology {scenario.topology!r} has regions 0 to "

@@ -264,10 +264,10 @@ def play_all(matches: Sequence[Match], mapped: Map) -> list[Measured | str]:
 
     Rules of files and URLs play in processes of their own, since they may hang.
     """
-    ours = [one for one in matches if one.entry.kind not in _THEIRS]
+    ours = [match for match in matches if match.entry.kind not in _THEIRS]
     found = dict(zip(map(id, ours), mapped(_try, ours), strict=True))
-    theirs = {id(one): _play_apart(one) for one in matches if one.entry.kind in _THEIRS}
-    return [(found | theirs)[id(one)] for one in matches]
+    theirs = {id(match): _play_apart(match) for match in matches if match.entry.kind in _THEIRS}
+    return [(found | theirs)[id(match)] for match in matches]
 
 
 def _try(match: Match) -> Measured | str:

@@ -143,38 +143,41 @@ def windows_of(decisions: Sequence[LoggedDecision], count: int) -> list[Window]:
 
 def server_indices(decisions: Sequence[LoggedDecision]) -> IntArray:
     """Where every request went, as `fleet_of` numbers replicas, shape (num_decisions,)."""
-    known = {one.replica_id for decision in decisions for one in decision.snapshots}
+    known = {snapshot.replica_id for decision in decisions for snapshot in decision.snapshots}
     number = {replica_id: index for index, replica_id in enumerate(sorted(known))}
     return np.array([number[decision.replica_id] for decision in decisions], dtype=np.int64)
 
 
 def served_policy(decisions: Sequence[LoggedDecision]) -> str:
     """`name@sha256` of the policy that placed most of the logged requests."""
-    ((label, _),) = Counter(one.policy for one in decisions).most_common(1)
+    ((label, _),) = Counter(decision.policy for decision in decisions).most_common(1)
     return label
 
 
 def trace_of(decisions: Sequence[LoggedDecision]) -> Trace:
     """What was asked, from the first arrival on, with the true output lengths."""
-    arrival_s = np.array([one.request.arrival_s for one in decisions])
+    arrival_s = np.array([decision.request.arrival_s for decision in decisions])
     return Trace(
         arrival_s - arrival_s[0],
-        np.array([one.request.context_tokens for one in decisions], dtype=np.int64),
-        np.array([max(one.output_tokens, 1) for one in decisions], dtype=np.int64),
+        np.array([decision.request.context_tokens for decision in decisions], dtype=np.int64),
+        np.array([max(decision.output_tokens, 1) for decision in decisions], dtype=np.int64),
     )
 
 
 def _window(decisions: Sequence[LoggedDecision], server: IntArray) -> Window:
-    done = np.array([one.outcome in _DONE for one in decisions])
-    response_s = np.array([one.response_s for one in decisions])
-    ttft_s = np.array([one.ttft_s for one in decisions])
+    done = np.array([decision.outcome in _DONE for decision in decisions])
+    response_s = np.array([decision.response_s for decision in decisions])
+    ttft_s = np.array([decision.ttft_s for decision in decisions])
     keys = _order_keys(decisions) - decisions[0].request.arrival_s
     return Window(trace_of(decisions), server, np.where(done, response_s, np.nan), ttft_s, keys)
 
 
 def _order_keys(decisions: Sequence[LoggedDecision]) -> FloatArray:
     """By what each waited, Unix time, seconds, shape (num_decisions, 3), as `Window.order_keys`."""
-    keys = [OrderKey(math.nan) if one.order_key is None else one.order_key for one in decisions]
+    keys = [
+        OrderKey(math.nan) if decision.order_key is None else decision.order_key
+        for decision in decisions
+    ]
     return np.array(keys, dtype=np.float64)
 
 

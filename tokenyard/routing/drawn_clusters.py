@@ -266,7 +266,7 @@ def _wide_fleet(rng: np.random.Generator) -> WideCluster:
               "turns": 0.25, "documents": 0.15}
     )  # fmt: skip
     load = float(rng.uniform(*_LOAD))
-    most_tokens = min(one.kv_capacity_tokens for one in kinds) / 2
+    most_tokens = min(kind.kv_capacity_tokens for kind in kinds) / 2
     sessions = None
     if traffic in ("turns", "documents"):
         replicas = replicas[:_MOST_WITH_CACHES]
@@ -276,7 +276,7 @@ def _wide_fleet(rng: np.random.Generator) -> WideCluster:
     else:
         process = _pick(rng, {"poisson": 0.5, "mmpp": 0.5})
         arrivals = Arrivals(process=process, load=load)
-    limits = "/".join(str(one.max_batch) for one in kinds)
+    limits = "/".join(str(kind.max_batch) for kind in kinds)
     scrape_s = float(rng.choice([0.0, 0.05, rng.uniform(0.0, _MOST_SCRAPE_S)]))
     fleet = Fleet(
         replicas=tuple(replicas),
@@ -296,7 +296,9 @@ def _wide_fleet(rng: np.random.Generator) -> WideCluster:
         output_drift=_log_uniform(rng, 0.5, 2.0) if not sessions and rng.random() < 0.3 else 1.0,
         reward=NO_REWARD,
     )
-    alone_s = float(np.median([_alone_s(one, *scenario.mean_lengths_tokens) for one in replicas]))
+    alone_s = float(
+        np.median([_alone_s(replica, *scenario.mean_lengths_tokens) for replica in replicas])
+    )
     slo_s = alone_s * _log_uniform(rng, *_SLO_TIMES)
     churn = _wide_churn(rng, alone_s) if rng.random() < 0.15 else None
     fleet = fleet.model_copy(update={"classes": _wide_classes(rng, slo_s), "churn": churn})

@@ -129,7 +129,8 @@ def attainment(scenario: Scenario, rows: Sequence[Row], credit: str = "") -> Fig
     """Draw the share of requests that attained their SLOs, by class and by tenant."""
     fleet = scenario.required_fleet
     panels = {
-        f"attained_{one.name}_fraction": (f"class\n{one.name}, %", 100.0) for one in fleet.classes
+        f"attained_{service_class.name}_fraction": (f"class\n{service_class.name}, %", 100.0)
+        for service_class in fleet.classes
     }
     if len(fleet.tenants) > 1:
         for tenant in fleet.tenants:
@@ -274,9 +275,9 @@ def draw_evaluation(
 
 def _tails(outcomes: Sequence[BatchingOutcomes]) -> list[tuple[FloatArray, FloatArray]]:
     """TTFT, TPOT and inter-token latencies: times and the share that is longer, of each."""
-    ttft_s = np.concatenate([one.first_token_s for one in outcomes])
-    tpot_s = np.concatenate([one.tpot_s for one in outcomes])
-    counts = np.sum([one.latency_counts for one in outcomes], axis=0)
+    ttft_s = np.concatenate([outcome.first_token_s for outcome in outcomes])
+    tpot_s = np.concatenate([outcome.tpot_s for outcome in outcomes])
+    counts = np.sum([outcome.latency_counts for outcome in outcomes], axis=0)
     edges_s = lay.LATENCY_BIN_START_S * np.exp(np.arange(len(counts) + 1) / lay.LATENCY_BINS_PER_E)
     up_to = np.concatenate([[0.0], np.cumsum(counts)])
     filled = np.flatnonzero(counts)
@@ -303,10 +304,10 @@ def _tail(times_s: FloatArray) -> tuple[FloatArray, FloatArray]:
 def _mark_slos(axes: Axes, classes: Sequence[TrafficClass], slo: str) -> None:
     """Mark the SLOs of classes; equal ones share a line."""
     named: dict[float, list[str]] = {}
-    for one in classes:
-        value = getattr(one, slo)
+    for service_class in classes:
+        value = getattr(service_class, slo)
         if value is not None:
-            named.setdefault(value, []).append(one.name)
+            named.setdefault(value, []).append(service_class.name)
     for value_s, names in named.items():
         axes.axvline(value_s, color=VIOLATION, linestyle="--", linewidth=1.0)
         axes.annotate(

@@ -282,7 +282,10 @@ class Fleet(FrozenModel):
     @property
     def gives_up(self) -> bool:
         """Whether nobody waits for ever, so that no queue only grows."""
-        ends = [one.max_wait_s or one.timeout_s or one.patience_s for one in self.classes]
+        ends = [
+            service_class.max_wait_s or service_class.timeout_s or service_class.patience_s
+            for service_class in self.classes
+        ]
         return None not in ends
 
     @model_validator(mode="after")

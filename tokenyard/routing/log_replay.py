@@ -101,7 +101,7 @@ def fit_speeds(scenario: Scenario, windows: Sequence[Window]) -> Twin:
         )  # fmt: skip
     twin = scaled(scenario, factors)
     simulated_s = np.concatenate([one.outcomes.response_s for one in _repeat(twin, windows)])
-    logged_s = np.concatenate([one.response_s for one in windows])
+    logged_s = np.concatenate([window.response_s for window in windows])
     both = np.isfinite(simulated_s) & np.isfinite(logged_s)
     error = abs(float(simulated_s[both].mean() / logged_s[both].mean()) - 1.0)
     return Twin(twin, factors, error)
@@ -110,7 +110,7 @@ def fit_speeds(scenario: Scenario, windows: Sequence[Window]) -> Twin:
 def streams_of(scenario: Scenario, windows: Sequence[Window]) -> StreamSet:
     """The windows' requests, for the scenario's simulator."""
     source = StreamSource(scenario)
-    return StreamSet([source.encode(one.trace) for one in windows], "the decision log")
+    return StreamSet([source.encode(window.trace) for window in windows], "the decision log")
 
 
 def _repeat(scenario: Scenario, windows: Sequence[Window]) -> list[Run]:
@@ -123,8 +123,8 @@ def _slowness(windows: Sequence[Window], simulated: Sequence[Run], num_replicas:
 
     1 where the log tells too little.
     """
-    server = np.concatenate([one.server for one in windows])
-    logged = np.concatenate([one.tpot_s for one in windows])
+    server = np.concatenate([window.server for window in windows])
+    logged = np.concatenate([window.tpot_s for window in windows])
     again = np.concatenate([BatchingOutcomes.of(one.outcomes).tpot_s for one in simulated])
     factors = np.ones(num_replicas)
     both = np.isfinite(logged) & np.isfinite(again)

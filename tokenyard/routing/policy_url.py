@@ -119,7 +119,7 @@ def _message(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> dict[str
         "predicted_total_tokens": request.predicted_total_tokens,
         "arrival_s": request.arrival_s,
     }
-    return {"request": asked, "snapshots": [_told(one) for one in snapshots]}
+    return {"request": asked, "snapshots": [_told(snapshot) for snapshot in snapshots]}
 
 
 def _told(snapshot: ReplicaSnapshot) -> dict[str, Any]:

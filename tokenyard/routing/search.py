@@ -256,7 +256,7 @@ class PolicySearch(CrossEntropy):
         baseline = self._costs(self._start)
         objective = self.config.objective
         costs = np.array(
-            [objective.relative_cost(self._costs(one), baseline) for one in candidates]
+            [objective.relative_cost(self._costs(candidate), baseline) for candidate in candidates]
         )
         self.update(candidates, costs)
         return {
@@ -287,11 +287,13 @@ class PolicySearch(CrossEntropy):
         return StreamCosts(
             cost_s=np.array(
                 [
-                    objective.stream_cost(one.offered_response_s, one.violations(slo_s))
-                    for one in outcomes
+                    objective.stream_cost(outcome.offered_response_s, outcome.violations(slo_s))
+                    for outcome in outcomes
                 ]
             ),
-            p99_s=np.array([metrics.percentile(one.offered_response_s, 99.0) for one in outcomes]),
+            p99_s=np.array(
+                [metrics.percentile(outcome.offered_response_s, 99.0) for outcome in outcomes]
+            ),
         )
 
     def artifact(

@@ -436,7 +436,12 @@ class _Search:
         slo_s = self._scenario.slo_response_s
         outcomes = [sim.outcomes(copy) for copy in range(len(known))]
         return float(
-            np.mean([score(one.offered_response_s, one.violations(slo_s)) for one in outcomes])
+            np.mean(
+                [
+                    score(outcome.offered_response_s, outcome.violations(slo_s))
+                    for outcome in outcomes
+                ]
+            )
         )
 
     def _sita_choice(

@@ -120,7 +120,7 @@ def _weights(propensity: FloatArray, same: BoolArray) -> FloatArray:
 
 def _block_means(values: FloatArray, num_blocks: int) -> FloatArray:
     blocks = np.array_split(values, min(num_blocks, len(values)))
-    return np.array([one.mean() for one in blocks])
+    return np.array([block.mean() for block in blocks])
 
 
 def _ratio_gain(sums: FloatArray) -> float:

@@ -166,8 +166,10 @@ class SequentialTest:
         for name, value in (("share", self.share), ("alpha", self.alpha)):
             if not 0.0 < value < 1.0:
                 raise ValueError(f"{name} {value} must lie inside (0, 1)")
-        total = sum(one.weight for one in self.alternatives)
-        self._log_capital = [math.log(one.weight / total) for one in self.alternatives]
+        total = sum(alternative.weight for alternative in self.alternatives)
+        self._log_capital = [
+            math.log(alternative.weight / total) for alternative in self.alternatives
+        ]
 
     def saved(self) -> dict[str, Any]:
         """The evidence so far, as JSON has it."""

@@ -110,8 +110,8 @@ def make_plan(
 
     def add(numbers: list[int], mask: torch.Tensor | None) -> None:
         nonlocal num_read
-        most = max(keys_at[one + 1] - keys_at[one] for one in numbers)
-        queries = [torch.arange(queries_at[one], queries_at[one + 1]) for one in numbers]
+        most = max(keys_at[number + 1] - keys_at[number] for number in numbers)
+        queries = [torch.arange(queries_at[number], queries_at[number + 1]) for number in numbers]
         begin = num_read if len(read_index) else keys_at[numbers[0]]
         for one in numbers if len(read_index) else ():
             mine = torch.arange(keys_at[one], keys_at[one] + most)

@@ -90,7 +90,7 @@ def _bars(values: dict[str, list[float]], labels: tuple[str, ...]) -> Figure:
     figure, axes = _axes(5.2)
     for k, label in enumerate(labels):
         at = np.arange(len(values)) + 0.27 * (k - (len(labels) - 1) / 2)
-        bars = axes.bar(at, [one[k] for one in values.values()], 0.25, label=label)
+        bars = axes.bar(at, [value[k] for value in values.values()], 0.25, label=label)
         axes.bar_label(bars, fmt="%.2f", fontsize=7)
     axes.set_xticks(range(len(values)), list(values))
     axes.set_ylim(0, 1.25)

@@ -120,18 +120,29 @@ class RegionSim:
         """Let failures end and begin; those that overlap with what ends go on."""
         now = slot * self.scenario.slot_s
         failures = self.stream.failures
-        for ended in (one for one in failures if one.end_slot == slot and not _is_of_links(one)):
+        for ended in (
+            failure
+            for failure in failures
+            if failure.end_slot == slot and not _is_of_links(failure)
+        ):
             recover(self.arrays, self._region_of(ended))
             for other in failures:
                 lasts = other.start_slot < slot < other.end_slot and not _is_of_links(other)
                 if lasts and self._region_of(other) == self._region_of(ended):
                     self._take_down(other, now)
-        for begun in (one for one in failures if one.start_slot == slot):
+        for begun in (failure for failure in failures if failure.start_slot == slot):
             if not _is_of_links(begun):
                 self._take_down(begun, now)
-        if any(_is_of_links(one) and slot in (one.start_slot, one.end_slot) for one in failures):
+        if any(
+            _is_of_links(failure) and slot in (failure.start_slot, failure.end_slot)
+            for failure in failures
+        ):
             self._slow_down(
-                [one for one in failures if _is_of_links(one) and _is_in_force(one, slot)]
+                [
+                    failure
+                    for failure in failures
+                    if _is_of_links(failure) and _is_in_force(failure, slot)
+                ]
             )
 
     def _take_down(self, failure: RegionFailure, now: float) -> None:
@@ -145,10 +156,10 @@ class RegionSim:
         """Set latencies to what they are under some failures of links."""
         latency = self.arrays.seen.latency
         latency[:] = self._plain_latency
-        for one in failures:
-            latency[slice(None) if one.region is None else one.region] *= one.factor
-            if one.region is not None:
-                latency[:, one.region] = latency[one.region]
+        for failure in failures:
+            latency[slice(None) if failure.region is None else failure.region] *= failure.factor
+            if failure.region is not None:
+                latency[:, failure.region] = latency[failure.region]
 
     def _region_of(self, failure: RegionFailure) -> int:
         if failure.region is not None:

@@ -206,7 +206,7 @@ class LlmdPredictedLatency:
     def scores(self, headrooms: Sequence[tuple[float, float]]) -> list[float]:
         """Return the score of every replica of one tier, 0.01 to 1.01."""
         # Plain numbers: of a handful of replicas, arrays take three times as long.
-        first, later = ([abs(one[at]) for one in headrooms] for at in (0, 1))
+        first, later = ([abs(headroom[at]) for headroom in headrooms] for at in (0, 1))
         weight = self._ttft_weight
         weights = [weight, 1.0 - weight]
         differ = [max(spans) - min(spans) > NO_RANGE for spans in (first, later)]
@@ -232,7 +232,7 @@ class LlmdPredictedLatency:
 def _scaled(spans: Sequence[float]) -> list[float]:
     """How far each is above the least, as a share of their range; half where there is none."""
     least, range_ = min(spans), max(spans) - min(spans)
-    return [(one - least) / range_ if range_ > NO_RANGE else 0.5 for one in spans]
+    return [(span - least) / range_ if range_ > NO_RANGE else 0.5 for span in spans]
 
 
 def _scored(

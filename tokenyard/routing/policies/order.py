@@ -100,7 +100,7 @@ class Order(ABC):
 
     def delays_s(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """`delay_s` at every replica, shape (num_replicas,)."""
-        return np.array([self.delay_s(request, one) for one in snapshots])
+        return np.array([self.delay_s(request, snapshot) for snapshot in snapshots])
 
     def delay_at(self, request: Request, snapshots: Sequence[ReplicaSnapshot], index: int) -> float:
         """`delay_s` at one of several replicas, of which the others are not looked at, seconds."""

@@ -108,7 +108,7 @@ def encode_for_fleet(
     rows[:, lay.ROUTER] = rng.integers(fleet.num_routers, size=num)
     rows[:, lay.FEATURES :] = features
     _draw_classes(rows, fleet.classes, slo_response_s, rng)
-    rows[:, lay.TENANT] = _draw(num, [one.share for one in fleet.tenants], rng)
+    rows[:, lay.TENANT] = _draw(num, [tenant.share for tenant in fleet.tenants], rng)
     chains = _number_blocks(rows, trace if fleet.prefix_block_tokens else None)
     events = _no_events() if fleet.churn is None else _draw_events(fleet, fleet.churn, rows, rng)
     turns, num_clients = lay_turns(rows, trace.sessions)
@@ -152,7 +152,7 @@ def _draw_classes(
     slo_response_s: float,
     rng: np.random.Generator,
 ) -> None:
-    which = _draw(len(rows), [one.share for one in classes], rng)
+    which = _draw(len(rows), [service_class.share for service_class in classes], rng)
     patience = rng.exponential(size=len(rows))
     rows[:, lay.CLASS] = which
     for index, one in enumerate(classes):

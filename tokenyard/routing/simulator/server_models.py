@@ -444,7 +444,9 @@ class Batching(_Servers):
     def orders(self) -> tuple[str, ...]:
         """By size; by SLO where a priority has several classes; by tenant where there are some."""
         fleet = self.scenario.required_fleet
-        several = len(fleet.classes) > len({one.priority for one in fleet.classes})
+        several = len(fleet.classes) > len(
+            {service_class.priority for service_class in fleet.classes}
+        )
         return (
             *("sjf", "wspt", "boost", "late_last"),
             *(("edf", "slack") if several else ()),
@@ -505,8 +507,8 @@ def _of_classes(fleet: Fleet) -> list[Measure]:
     if not tenants and len(fleet.classes) == 1:
         return []
     title = "SLO attainment by class and tenant"
-    names = {one.name: one.name for one in fleet.classes}
-    names |= {f"tenant_{one.name}": f"tenant {one.name}" for one in tenants}
+    names = {service_class.name: service_class.name for service_class in fleet.classes}
+    names |= {f"tenant_{tenant.name}": f"tenant {tenant.name}" for tenant in tenants}
     found = [
         Measure(f"attained_{key}_fraction", f"{name.replace('_', ' ')} %", ".1f", 100, table=title)
         for key, name in names.items()

@@ -258,7 +258,7 @@ def recorded_windows(source: StreamSource, count: int) -> StreamSet:
     windows = whole.tail_from(recorded.first).windows(count)
     origin = f"{path.name} from request {recorded.first} on, {count} windows"
     offered = source.load_of(whole)
-    return StreamSet([source.encode(one) for one in windows], origin, offered_load=offered)
+    return StreamSet([source.encode(window) for window in windows], origin, offered_load=offered)
 
 
 def recorded_training_streams(source: StreamSource) -> StreamSet | None:
