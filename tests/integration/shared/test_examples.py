@@ -88,6 +88,7 @@ def test_one_that_starts_a_gateway(name, endpoints, monkeypatch, capfd):
 
 
 @pytest.mark.smoke
+@pytest.mark.filterwarnings("ignore:.*already in registry")  # RLlib names all of its own alike.
 @pytest.mark.parametrize("name", PRINTED_ON_RAY)
 def test_one_on_ray(name, ray_cluster, monkeypatch, capfd):
     assert re.search(PRINTED_ON_RAY[name], printed(name, monkeypatch, capfd))

@@ -439,7 +439,7 @@ def test_rows_and_figures_reach_mlflow(tmp_path, monkeypatch):
     assert run.info.status == "FINISHED"
     assert "evaluation.json" in {a.path for a in client.list_artifacts(run.info.run_id)}
     images = client.list_artifacts(run.info.run_id, "figures/poisson_085")
-    assert len(images) == 8
+    assert len(images) == 7
 
 
 def test_tuning_writes_rules_that_fit_the_scenario(tmp_path, capsys):
