@@ -12,7 +12,14 @@ SCENARIO = "conversation_mixed_gpus"
 
 def _ppo(env_steps: int, iterations: int, seeds: int) -> Experiment:
     trials = [
-        _trial("ppo", env_steps, seed, iterations, weights="response", scenario=SCENARIO)
+        _trial(
+            algorithm="ppo",
+            env_steps=env_steps,
+            seed=seed,
+            iterations=iterations,
+            reward_weights="response",
+            scenario=SCENARIO,
+        )
         for seed in range(seeds)
     ]
     warm_up = partial(_compile_kernels, SCENARIO)
