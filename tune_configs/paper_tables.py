@@ -222,7 +222,7 @@ def curve_summary(curves: pd.DataFrame) -> Iterator[tuple[list[str], list[str]]]
         seeds = [one.sort_values("env_steps") for _, one in group.groupby("training_seed")]
         cells = []
         for share in CURVE_SHARES:
-            at = [seed.iloc[round(share * len(seed)) - 1] for seed in seeds]
+            at = [curve.iloc[round(share * len(curve)) - 1] for curve in seeds]
             earned = pd.Series([point["reward_per_request"] for point in at])
             cells.append(
                 f"{at[0]['env_steps'] / 1000:.0f}k: {earned.mean():.2f}±{earned.std():.2f}"

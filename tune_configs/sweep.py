@@ -192,7 +192,7 @@ def open_chain(
     """
     if seed < 0:
         raise ValueError(f"seed {seed} must not be negative")
-    experiments = [fit(load_experiment) for load_experiment in load_experiments(reference)]
+    experiments = [fit(experiment) for experiment in load_experiments(reference)]
     if num_samples is not None:
         experiments = [replace(one, num_samples=num_samples) for one in experiments]
     storage, store = _locate(storage)

@@ -514,11 +514,11 @@ def steady(requests: Sequence[float], enough: float = 4000.0, sigmas: float = 3.
     are counted or one differs from the mean so far by more than chance would have it (Poisson).
     """
     total, slots = requests[-1], 1
-    for request in list(requests)[-2::-1]:
+    for count in list(requests)[-2::-1]:
         mean = total / slots
-        if total >= enough or abs(request - mean) > sigmas * math.sqrt(
+        if total >= enough or abs(count - mean) > sigmas * math.sqrt(
             max(mean, 1) * (1 + 1 / slots)
         ):
             break
-        total, slots = total + request, slots + 1
+        total, slots = total + count, slots + 1
     return total / slots

@@ -127,9 +127,7 @@ def _make_room(
     least = target.num_gpus - (budget - gpus_held(held))
     freed = 0
     while freed < min(missing, max(least, gpus // 2)) and serving > minimum:
-        shape = max(
-            (other for other in others if wanted[other]), key=lambda one: wanted[one], default=None
-        )
+        shape = max(filter(wanted.__getitem__, others), key=wanted.__getitem__, default=None)
         if shape is None:
             return
         wanted[shape] -= 1

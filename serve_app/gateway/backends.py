@@ -117,8 +117,8 @@ class ServeBackend:
         live = {one.replica_id.unique_id: one for one in router.live}
         for replica_id, replica in live.items():
             self._look_at(replica_id, replica, table, now_s)
-        for gone in [endpoint for endpoint in self._endpoints if endpoint not in live]:
-            del self._endpoints[gone]
+        for replica_id in self._endpoints.keys() - live.keys():
+            del self._endpoints[replica_id]
         self._clocks.keep(live)
         table.keep(self.name, live)
 

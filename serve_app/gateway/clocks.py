@@ -91,5 +91,5 @@ class RemoteClocks:
 
     def keep(self, replica_ids: Container[str]) -> None:
         """Forget the replicas that are gone."""
-        for gone in [clock for clock in self._clocks if clock not in replica_ids]:
-            del self._clocks[gone]
+        for replica_id in [name for name in self._clocks if name not in replica_ids]:
+            del self._clocks[replica_id]

@@ -100,9 +100,9 @@ def load_rule(path: Path) -> type:
         text = f"{path.name} cannot be loaded: {type(error).__name__}: {error}"
         raise PolicyFileError(text) from error
     found = [
-        var
-        for var in vars(module).values()
-        if isinstance(var, type) and var.__module__ == module.__name__ and hasattr(var, "route")
+        kind
+        for kind in vars(module).values()
+        if isinstance(kind, type) and kind.__module__ == module.__name__ and hasattr(kind, "route")
     ]
     if len(found) != 1:
         raise PolicyFileError(f"{path.name} has {len(found)} classes with `route`, and not one")
