@@ -201,6 +201,7 @@ class Measured:
     """Scenario whose champion and tuned rules decide."""
     sent: dict[int, Trace] = field(default_factory=dict)
     """What was sent, as the endpoint counted its lengths, by stretch of the traffic."""
+    is_interrupted: bool = False
 
     def add(
         self,
@@ -272,8 +273,22 @@ def slo_of(args: Args, twin: Scenario | None, card: dict[str, Any]) -> tuple[Tra
     return TrafficClass(name="all", response_s=card["slo_response_s"]), "the policy that decides"
 
 
+def cancel_on_signals(measured: Measured) -> None:
+    """Have Ctrl-C and SIGTERM cancel the running task."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def interrupt() -> None:
+        measured.is_interrupted = True
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+
+
 async def run(args: Args, console: Console, measured: Measured) -> None:
     """Replay, policy by policy in turns."""
+    cancel_on_signals(measured)
     stretches = read_stretches(args, args.repeats if args.advance else 1)
     twin = load_scenario(args.simulate) if args.simulate else None
     client = Client(args)
@@ -316,6 +331,9 @@ async def run(args: Args, console: Console, measured: Measured) -> None:
                 order, which = list(measured.turns), turn % len(asks)
                 # Each policy is once in every place, so that none always follows the same one.
                 for name in order[turn % len(order) :] + order[: turn % len(order)]:
+                    if measured.is_interrupted:
+                        # A connection that is being made may have swallowed the cancellation.
+                        raise asyncio.CancelledError
                     if names:
                         await client.switch(name)
                     first, done = await decider(client), dict[int, ReplayedAnswer]()
@@ -354,14 +372,14 @@ def main(args: Args) -> None:
     console = make_console(170)
     if args.repeats < 1:
         sys.exit(f"replay: --repeats {args.repeats} must be at least 1")
-    # What ends a command that takes too long is to be told like Ctrl-C.
+    # Also while a cluster starts, before there is a loop.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     measured = Measured(args.trace or f"generated {args.scenario}")
     ended = None
     try:
         with nullcontext(args.url) if "://" in args.url else serving(args.url) as url:
             asyncio.run(run(replace(args, url=url), console, measured))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         ended = "interrupted"
     except httpx.TransportError as error:
         why = str(error) or type(error).__name__

@@ -1,6 +1,7 @@
 """The load generator: what it sends, when, and what it reads of an answer."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 import yaml
 from scripts import call, load_script, refusal
 
+from serve_app import load_generator
 from serve_app.http.free_port import free_port
 from serve_app.load_generator import (
     Client,
@@ -371,6 +373,26 @@ def test_what_was_measured_before_an_interrupt_is_printed_and_written(
     assert "sed" in table
     assert "least_loaded" in table, "some requests of its turn had ended"
     assert gateway.policy == "sed", "it is put back"
+
+
+def test_an_interrupt_ends_a_replay_although_its_cancellation_is_swallowed(
+    gateway, trace, tmp_path, monkeypatch
+):
+    switch, names = load_generator.Client.switch, []
+
+    async def swallowing(self, policy):
+        names.append(policy)
+        if len(names) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        return await switch(self, policy)
+
+    monkeypatch.setattr(load_generator.Client, "switch", swallowing)
+    path = tmp_path / "rows.json"
+    with pytest.raises(SystemExit, match="replay: interrupted"):
+        replay_at(gateway, trace, path, compare="sed,least_loaded", repeats=9)
+    assert names[3:] == ["sed"], "the turn that had begun is the last, and the policy is put back"
 
 
 def test_what_was_measured_is_written_before_it_is_simulated(
