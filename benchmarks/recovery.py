@@ -224,11 +224,17 @@ async def measure(args: Args, victim: Victim) -> Row:
     """
     async with httpx.AsyncClient(base_url=args.url, timeout=args.timeout_s) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
-        whole = await taking(http)
         raylet = raylet_of(args.url)
         candidates = [] if raylet is None else pids_of(victim, raylet)
-        if raylet is None or not candidates or not whole:
+        if raylet is None or not candidates:
             raise ValueError(f"no {victim} of a gateway at {args.url} runs on this machine")
+
+        def all_up(now: Counter[str]) -> Counter[str] | None:
+            # A replica that is still starting would be killed unseen.
+            return now if 0 < len(pids_of("replica", raylet)) <= now.total() else None
+
+        _, whole = await _until(http, time.monotonic(), args, all_up)
+        candidates = pids_of(victim, raylet)
         load, probe = Load(args, model), Probe(args, model)
         clients = asyncio.gather(load.run(), probe.run())
         await asyncio.sleep(_SETTLED_S)
