@@ -123,7 +123,7 @@ def _rows_at(args: Args, source: StreamSource, load: float, run: Runner) -> list
     streams = synthetic_streams(source, args.streams, args.seed, load_factor=factor)
     ours, rows = run(streams), []
     for rule in dict.fromkeys(best):
-        theirs = run_compiled(scenario, streams, replay.rules[rule])
+        theirs = run_compiled(scenario, streams, replay.decide(rule))
         row = _compared(scenario, streams, {rule: theirs, args.policy: ours})
         chosen_by = " and ".join(
             by for by, name in zip(("score", "mean"), best, strict=True) if name == rule

@@ -341,7 +341,9 @@ def _wide_replica(rng: np.random.Generator) -> AnyReplica:
 
 
 def _wide_sessions(rng: np.random.Generator, documents: bool, most_tokens: float) -> Sessions:
-    opening = Spread(mean=_log_uniform(rng, 3000, 30_000), std=_log_uniform(rng, 3000, 30_000))
+    # Of documents that are mostly too long for the memory none might be left.
+    mean, std = (min(_log_uniform(rng, 3000, 30_000), most_tokens / 2) for _ in range(2))
+    opening = Spread(mean=mean, std=std)
     return Sessions(
         mean_turns=float(rng.uniform(1.0, 3.0) if documents else rng.uniform(2.0, 10.0)),
         mean_think_s=_log_uniform(rng, 3.0, 60.0),

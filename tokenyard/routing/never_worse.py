@@ -22,14 +22,9 @@ import numpy as np
 from tokenyard.problem import Row
 from tokenyard.routing.artifact import KINDS, PolicyArtifact
 from tokenyard.routing.drawn_clusters import draw_wide
-from tokenyard.routing.policies.order import IN_ORDER
-from tokenyard.routing.policies.rule_name import RuleName
-from tokenyard.routing.policies.tuned import FleetRules
 from tokenyard.routing.rule_replay import Replay
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.scores.order import FIRST_COME
-from tokenyard.routing.simulator import Decide, Simulator
-from tokenyard.routing.simulator.server_models import ServerModel, order_weights_of, server_model
+from tokenyard.routing.simulator import Decide
 from tokenyard.routing.validation import NAMES
 from tokenyard.statistics.intervals import t_interval
 from tokenyard.types import FloatArray
@@ -62,7 +57,8 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
 
     Args:
         draw: Number of the draw.
-        policies: `TUNED` or `BEST` with what may follow, or names that `law_policy` knows.
+        policies: `TUNED` or `BEST` with what may follow, policy files (.npz), or rules that
+            compiled code decides for (`Replay.decide`).
         seed: Of all draws.
         streams: Of each half.
 
@@ -87,7 +83,7 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
         return Replay(scenario, cluster.streams(*_own_streams(which, deepcopy(own_rng))))
 
     rival = choosing.best_rules()[0]
-    theirs = judging.rows(choosing.rules[rival])
+    theirs = judging.rows(choosing.decide(rival))
     rows = []
     for name in policies:
         rule = name
@@ -95,9 +91,11 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
         if name.startswith((TUNED, BEST)):
             replay = own(name.removeprefix(TUNED).removeprefix(BEST))
             rule = replay.choice() if name.startswith(TUNED) else replay.best_rules()[0]
-            decide = replay.rules[rule]
+            decide = replay.decide(rule)
+        elif name.endswith(".npz"):
+            decide = _of_file(_artifact(name), scenario)
         else:
-            decide = law_policy(name, scenario)
+            decide = judging.decide(name)
         if decide is None:
             continue
         ours = judging.rows(decide)
@@ -198,39 +196,6 @@ def verdict(rows: Sequence[Row]) -> LawVerdict:
         median={key: float(np.median(some)) for key, some in values.items()},
         mean_of={key: float(np.mean(some)) for key, some in values.items()},
     )
-
-
-def law_policy(name: str, scenario: Scenario) -> Decide | None:
-    """Compiled run of a policy that the law may judge.
-
-    Args:
-        name: `marginal_delay` or `marginal_in_order`, with an order behind `+` where it is wanted,
-            or a policy file (.npz).
-        scenario: The draw's.
-
-    Returns:
-        The run; None: the file was trained on servers of the other model.
-
-    Raises:
-        ValueError: There is no such placement or order, compiled code does not know it, or the file
-            is for a number of replicas.
-    """
-    if name.endswith(".npz"):
-        return _of_file(_artifact(name), scenario)
-    placement, order = RuleName.parse(name)
-    weights = FIRST_COME if order is None else order_weights_of(order)
-    if str(placement) == "marginal_delay":
-        return partial(_hand_rule, server_model(scenario), weights)
-    if str(placement) == IN_ORDER:
-        return partial(server_model(scenario).run_in_order(FleetRules()), order=weights)
-    raise ValueError(
-        f"the law judges marginal_delay, {IN_ORDER} or a policy file (.npz), not {str(placement)!r}"
-    )
-
-
-def _hand_rule(servers: ServerModel, order: FloatArray, sim: Simulator) -> None:
-    """Least marginal delay as it is without tuning; of constant rates shortest expected delay."""
-    next(iter(servers.placements(sim).values()))(sim, order)
 
 
 def _of_file(artifact: PolicyArtifact, scenario: Scenario) -> Decide | None:

@@ -12,17 +12,22 @@ from functools import cached_property
 
 import numpy as np
 
-from tokenyard.routing.policies.order import ORDERS
+from tokenyard.routing.policies.order import IN_ORDER, LATE_LAST, ORDERS, SET_BACKS
 from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.scenario import NO_REWARD, Scenario
 from tokenyard.routing.simulator import Decide, Simulator, make_simulator
 from tokenyard.routing.simulator.batching_streams import Stream
-from tokenyard.routing.simulator.server_models import server_model
+from tokenyard.routing.simulator.server_models import DELAY, ORDER_WEIGHTS, server_model
 from tokenyard.routing.validation import NAMES, outcome_row
 from tokenyard.types import FloatArray
 
 _FIRST_STREAMS, _FINALISTS = 2, 5
 """Streams that every rule is tried on, and how many of the best rules are tried on all."""
+_WAIT_WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0)
+_OTHERS_WEIGHTS = (0.25, 0.5, 1.0, 2.0, 3.0, 5.0)
+"""Weights of the wait and of others' delays that the descent from the best rule tries."""
+_COORDINATES, _MOST_SWEEPS = (0, 1, 2, 3, 4), 2
+"""What the descent changes, one after the other, and how often (`Replay._neighbours`)."""
 _COMPARED = 20
 """Rules that `Replay.choice` tries on all streams."""
 NEAR = 0.02
@@ -51,14 +56,74 @@ class Replay:
         """Names of the rules of the best mean scores (`metrics.score`), the best first.
 
         Placements are tried first come first served and with the default knob of their orders; the
-        best of them with all knobs, and tuned rules; and the best of these on all streams.
+        best of them with all knobs, and tuned rules; and the best of these on all streams. From the
+        very best the search goes on, one coordinate at a time (`_neighbours`), until none of them
+        improves it.
 
         Args:
             by: One of `NAMES`; what is not the score is better where it is lower.
         """
         names = self._leading(by, _FINALISTS)
         scores = {name: self._score(name, len(self._streams), by) for name in names}
-        return sorted(names, key=scores.__getitem__, reverse=True)
+        ranked = sorted(names, key=scores.__getitem__, reverse=True)
+        best = self._descended(ranked[0], by)
+        return list(dict.fromkeys([best, *ranked]))
+
+    def _descended(self, name: str, by: str) -> str:
+        """The rule that no neighbour beats, found from `name` one coordinate at a time."""
+        best, best_score = name, self._score(name, len(self._streams), by)
+        for at in _COORDINATES * _MOST_SWEEPS:
+            for rule in self._neighbours(RuleName.parse(best))[at]:
+                score = self._score(str(rule), len(self._streams), by)
+                if score > best_score:
+                    best, best_score = str(rule), score
+        return best
+
+    def _neighbours(self, rule: RuleName) -> tuple[list[RuleName], ...]:
+        """Rules that differ in the placement, either of its weights, the order, or the set-back."""
+        placement, order = rule
+        weights = placement.values() if placement.base in (DELAY, IN_ORDER) else []
+        wait, others = weights or (1.0, 1.0)
+        knob, back = (*(order.values() if order else ()), 0.0, 0.0)[:2]
+        servers = server_model(self._scenario)
+        placements = [Term.parse(name) for name in servers.placements(self._simulator(1))]
+        if placements[0].base == DELAY:
+            placements = [Term.of(DELAY, wait, others)]
+        if order is not None:
+            placements.append(Term.of(IN_ORDER, wait, others))
+        orders = [
+            Term.of(name, value) if name == LATE_LAST or not back else Term.of(name, value, back)
+            for name in servers.orders
+            if name in ORDER_WEIGHTS
+            for value in ORDERS[name].grid
+            if value
+        ]
+        waits = [Term.of(placement.base, value, others) for value in _WAIT_WEIGHTS if weights]
+        shares = [Term.of(placement.base, wait, value) for value in _OTHERS_WEIGHTS if weights]
+        set_backs = [
+            Term.of(order.base, knob, value)
+            for value in SET_BACKS
+            if value and order is not None and knob and order.base != LATE_LAST
+        ]
+        return (
+            [rule._replace(placement=term) for term in placements],
+            [rule._replace(placement=term) for term in waits],
+            [rule._replace(placement=term) for term in shares],
+            [rule.ordered(term) for term in orders],
+            [rule.ordered(term) for term in set_backs],
+        )
+
+    def decide(self, name: str) -> Decide:
+        """What runs a rule by name, one of `rules` or one with other weights and knobs.
+
+        Raises:
+            ValueError: No compiled code decides as it does.
+        """
+        servers = server_model(self._scenario)
+        run = self.rules.get(name) or servers.compiled_order(name) or servers.compiled_rule(name)
+        if run is None:
+            raise ValueError(f"no compiled code decides as {name!r}")
+        return run
 
     def choice(self, near: float = NEAR) -> str:
         """Name of the rule to serve: near the best score, and not far beyond others that are.
@@ -103,7 +168,7 @@ class Replay:
 
     def _mean(self, name: str, count: int) -> FloatArray:
         if (name, count) not in self._means:
-            self._means[name, count] = self.rows(self.rules[name], count).mean(axis=0)
+            self._means[name, count] = self.rows(self.decide(name), count).mean(axis=0)
         return self._means[name, count]
 
     def _score(self, name: str, count: int, by: str) -> float:

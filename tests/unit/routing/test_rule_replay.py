@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sizes import scaled
 
+from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.rule_replay import Replay, beyond, least_beyond
 from tokenyard.routing.scenario import load_scenario
@@ -40,13 +41,28 @@ def test_where_nothing_was_tuned_nothing_is_added():
 @pytest.mark.parametrize("by", NAMES)
 def test_rules_are_ranked_by_what_is_asked_for(replay, by):
     found = replay.best_rules(by)
-    values = [replay.rows(replay.rules[name])[:, NAMES.index(by)].mean() for name in found]
+    values = [replay.rows(replay.decide(name))[:, NAMES.index(by)].mean() for name in found]
     order = np.argsort(values)[::-1] if by == "score" else np.argsort(values)
     assert [values[index] for index in order] == pytest.approx(values)
 
 
+def test_from_the_best_rule_of_the_grid_the_search_goes_on_to_one_that_no_neighbour_beats(replay):
+    best, next_best, *_ = replay.best_rules()
+    score = {name: replay.rows(replay.decide(name))[:, 0].mean() for name in (best, next_best)}
+    assert score[best] >= score[next_best]
+    for coordinate in replay._neighbours(RuleName.parse(best)):
+        for rule in coordinate:
+            if str(rule) != best:
+                assert replay.rows(replay.decide(str(rule)))[:, 0].mean() <= score[best]
+
+
+def test_what_no_compiled_code_decides_is_refused(replay):
+    with pytest.raises(ValueError, match="no compiled code"):
+        replay.decide("round_robin")
+
+
 def test_where_no_score_is_near_the_choice_has_the_best_score(replay):
-    assert replay.choice(near=1e-9) in replay.best_rules()[:1]
+    assert replay.choice(near=1e-9) in replay.best_rules()[:2]  # The first was refined.
     assert replay.choice() in replay.rules
 
 

@@ -391,6 +391,8 @@ class OrderRule:
         return order
 
 
+LATE_LAST = "late_last"
+"""Name of the order whose only knob is the set-back."""
 SET_BACK = "set_back_waits"
 """Name of the knob that every order has beside its own."""
 SET_BACKS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -401,7 +403,7 @@ _BOOSTS_S = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 60.
 ORDERS: dict[str, OrderRule] = {
     "sjf": OrderRule(ShortestJob, "service_weight", _WEIGHTS, _FEW_WEIGHTS),
     "wspt": OrderRule(Wspt, "prefill_weight", _WEIGHTS, _FEW_WEIGHTS),
-    "late_last": OrderRule(LateLast, SET_BACK, SET_BACKS, (0.5, 1.0, 2.0, 4.0)),
+    LATE_LAST: OrderRule(LateLast, SET_BACK, SET_BACKS, (0.5, 1.0, 2.0, 4.0)),
     "boost": OrderRule(Boost, "boost_s", _BOOSTS_S, (1.0, 4.0, 8.0, 16.0, 60.0), (1.0, 4.0)),
     "edf": OrderRule(EarliestDeadline, "due_weight", (0.25, 0.5, 1.0, 2.0, 4.0)),
     "slack": OrderRule(LeastSlack, "prefill_weight", (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)),
