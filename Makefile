@@ -143,8 +143,8 @@ demo: .venv/.engines ## Three policies route live traffic over an emulated fleet
 	$(BIN)/python pipelines/replay.py --url emulated --rate 14 --length-scale 0.05 --duration-s 9 \
 		--compare champion,sed,ray_default --baseline ray_default --figure $(STORAGE)/demo.png
 
-mlflow: .venv/.core ## Look at the sweeps on http://127.0.0.1:5000.
-	$(BIN)/mlflow ui --backend-store-uri sqlite:///$(abspath $(STORAGE))/mlflow.db
+mlflow: .venv/.core ## Look at the sweeps on http://127.0.0.1:5000; it prints the page of the last one.
+	$(BIN)/python -m tune_configs.mlflow_server $(STORAGE)
 
 bench: .venv/.dev ## How fast it is, beside a peer, in one run.
 	$(BIN)/python benchmarks/env_throughput.py

@@ -11,10 +11,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +22,7 @@ for _name, _value in {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "RAY_USAGE_STATS_ENABLED": "0",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
-    # Ray's newer display cannot be told what to show.
+    # Ray's newer display takes no reporter of ours (tune_configs/progress.py).
     "RAY_AIR_NEW_OUTPUT": "0",
     # MLflow has the curves: no TensorBoard files beside them.
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -36,27 +34,26 @@ for _name, _value in {
 import tyro  # noqa: E402
 from ray.tune import ResultGrid  # noqa: E402
 from rich.console import Console  # noqa: E402
+from rich.markup import escape  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from serve_app.cluster import load_cluster  # noqa: E402
-from tokenyard.evaluation import Map, difference, level, processes  # noqa: E402
-from tokenyard.problem import Measure, Row  # noqa: E402
+from tokenyard.evaluation import SCORE, Map, processes  # noqa: E402
+from tokenyard.problem import Row  # noqa: E402
 from tokenyard.promotion import PromotionVerdict  # noqa: E402
 from tokenyard.provenance import ResultFile, command_line, write_result  # noqa: E402
 from tokenyard.registry import CANDIDATE  # noqa: E402
 from tokenyard.rl.trainable import Placement  # noqa: E402
 from tokenyard.statistics.intervals import Interval  # noqa: E402
-from tune_configs.experiment import RESOURCES, SCORE, Experiment  # noqa: E402
+from tune_configs.experiment import RESOURCES, Experiment  # noqa: E402
+from tune_configs.mlflow_log import address, run_page  # noqa: E402
+from tune_configs.record import Finished, record, record_chain  # noqa: E402
 from tune_configs.sweep import (  # noqa: E402
-    FinishedTrial,
     Outcome,
-    Report,
     Sweep,
     finished_trials,
     judge,
     open_chain,
-    record,
-    record_chain,
     register_best,
     train,
 )
@@ -118,20 +115,21 @@ def main(args: Args) -> None:
         # Its processes take a while to start, so all comparisons share them.
         with processes(os.cpu_count() or 1) as mapped:
             found = [
-                conclude(console, sweep, result, command, mapped)
+                conclude(console, sweep, result, command, mapped, args.storage)
                 for sweep, result in zip(chain.sweeps, results, strict=True)
             ]
     except ValueError as error:
         sys.exit(f"error: {error}")
-    for one in found:
-        if one is not None:
-            print_outcome(console, one)
-            told = serve_command(one, chain.client.tracking_uri, args.storage)
-            console.print(f"serve it: {told}", soft_wrap=True)
-    console.print(f"curves and tables: {chain.client.tracking_uri}", soft_wrap=True)
     finished = [one for one in found if one is not None]
+    for one in finished:
+        print_outcome(console, one)
+        console.print(f"serve it: {one.next_command}", soft_wrap=True)
+    page = address(chain.client) + run_page(chain.client, chain.run_id)
+    make = f"make mlflow{make_storage(args.storage)}, then "
+    first = "" if page.startswith(chain.client.tracking_uri) else make
+    console.print(f"see it: {first}{page}", soft_wrap=True)
     if len(chain.sweeps) > 1:
-        record_chain(chain, [one.outcome for one in finished], command)
+        record_chain(chain, finished, command)
     if args.json is not None:
         write_json(args.json, command, chain.seed, finished)
     failed = None in found or any(result.errors for result in results)
@@ -139,18 +137,8 @@ def main(args: Args) -> None:
     sys.exit(1 if failed else 0)
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A sweep that has a best trial."""
-
-    sweep: Sweep
-    trials: list[FinishedTrial]
-    report: Report
-    outcome: Outcome
-
-
 def conclude(
-    console: Console, sweep: Sweep, results: ResultGrid, command: str, mapped: Map
+    console: Console, sweep: Sweep, results: ResultGrid, command: str, mapped: Map, storage: str
 ) -> Finished | None:
     """Compare, print the tables, register and record; None: every trial failed."""
     for failed in results.errors:
@@ -165,11 +153,13 @@ def conclude(
         )
         return None
     report = judge(sweep, trials, mapped)
-    print_report(console, sweep, trials, report)
     outcome = register_best(sweep, trials, report, mapped)
-    record(sweep, trials, report, outcome, command)
+    served_by = serve_command(sweep, outcome, storage)
+    finished = Finished(sweep, trials, report, outcome, served_by)
+    print_report(console, finished)
+    record(finished, command)
     sweep.client.set_terminated(sweep.run_id, "FAILED" if results.errors else "FINISHED")
-    return Finished(sweep, trials, report, outcome)
+    return finished
 
 
 def write_json(path: Path, command: str, seed: int, found: list[Finished]) -> None:
@@ -204,56 +194,23 @@ def fitted(experiment: Experiment, args: Args) -> Experiment:
     return experiment.fitted(reserved, args.concurrent, args.max_failures, args.budget)
 
 
-Columns = Mapping[str, Callable[[Row], str]]
-"""Headings of a printed table, and what stands under them."""
-
-
-def columns(sweep: Sweep) -> Columns:
-    """The score, what the problem puts first, and differences to the baseline."""
-
-    def shown(measure: Measure) -> Columns:
-        of_measure = {measure.heading: partial(level, measure=measure)}
-        if not measure.delta:
-            return of_measure
-        heading = f"{measure.heading} vs {sweep.experiment.baseline}"
-        return of_measure | {heading: partial(difference, measure=measure)}
-
-    found: dict[str, Callable[[Row], str]] = {"score": lambda row: f"{row[SCORE]:.3f}"}
-    measures = sweep.problem.measures(sweep.scenario)
-    headline = sweep.problem.headline or [one.key for one in measures if one.delta]
-    for measure in measures:
-        if measure.key in headline:
-            found |= shown(measure)
-    return found
-
-
-def print_report(
-    console: Console, sweep: Sweep, trials: list[FinishedTrial], report: Report
-) -> None:
-    shown = columns(sweep)
-    described = {trial.label: trial.described() for trial in trials}
-    experiment = sweep.experiment
-    title = (
-        f"{experiment.scenario}: {len(trials)} trials and {len(experiment.baselines)} rules on "
-        f"{len(report.ranking.streams)} validation streams"
-    )
-    table = _table(title, shown, "trial or rule", "env steps", "CPU s", "wall s")
-    for row in report.ranking.rows:
-        about = described.get(str(row["policy"]))
-        steps = f"{about['env_steps']:,}" if about else "-"
-        wall_s = f"{about['wall_s']:.0f}" if about else "-"
-        cpu_s = f"{about['cpu_s']:.0f}" if about and about["cpu_s"] is not None else "-"
-        style = "bold" if row["policy"] == report.best.label else "" if about else "dim"
-        table.add_row(str(row["policy"]), steps, cpu_s, wall_s, *_cells(row, shown), style=style)
+def print_report(console: Console, finished: Finished) -> None:
+    """Print how trials and rules rank, and how the best did on fresh streams."""
+    experiment, report = finished.sweep.experiment, finished.report
+    head, *lines = finished.table
+    title = f"{experiment.scenario}: ranking on {len(report.ranking.streams)} validation streams"
+    table = Table(title=title, caption="differences with their 95 % intervals")
+    for column in head:
+        table.add_column(column, justify="left" if column == head[0] else "right")
+    styles = {finished.rule: "dim", report.best.label: "bold"}
+    for line in lines:
+        table.add_row(*map(escape, line), style=styles.get(line[0], ""))
     console.print(table)
     if report.passed_over:
         names = ", ".join(report.passed_over)
         console.print(f"a better score, but they lose to a rule at the gate: {names}")
-    title = f"the best on {experiment.evaluation_streams} fresh streams"
-    fresh = _table(title, shown, "policy")
-    for row in report.evaluation.rows:
-        fresh.add_row(str(row["policy"]), *_cells(row, shown))
-    console.print(fresh)
+    scores = ", ".join(f"{row['policy']} {row[SCORE]:.4g}" for row in report.evaluation.rows)
+    console.print(f"score on {len(report.evaluation.streams)} fresh streams: {scores}")
 
 
 def print_outcome(console: Console, found: Finished) -> None:
@@ -288,18 +245,22 @@ def _interval(interval: Interval) -> str:
     return f"{interval.estimate:+.4g} \\[{interval.low:+.4g}, {interval.high:+.4g}]"
 
 
-def serve_command(found: Finished, registry: str, storage: str) -> str:
+def serve_command(sweep: Sweep, outcome: Outcome, storage: str) -> str:
     """The command that serves what was registered, by its alias."""
-    problem, scenario = found.outcome.problem, found.sweep.scenario.name
-    candidate = found.outcome.registration.alias == CANDIDATE
+    problem, scenario = sweep.problem.name, sweep.scenario.name
+    candidate = outcome.registration.alias == CANDIDATE
     if served_scenarios().get(problem) == scenario:
-        where = "" if storage == Args.storage else f" STORAGE={shlex.quote(storage)}"
-        return f"make serve{where}{' POLICY=candidate' if candidate else ''}"
-    asked = f"--registry {registry}{' --policy candidate' if candidate else ''}"
+        return f"make serve{make_storage(storage)}{' POLICY=candidate' if candidate else ''}"
+    asked = f"--registry {sweep.client.tracking_uri}{' --policy candidate' if candidate else ''}"
     deploy = "python pipelines/deploy.py --cluster"
     if problem == "routing":
         return f"{deploy} none --scenario {scenario} {asked}"
     return f"{deploy} FILE {asked}, with a file that names {problem} scenario {scenario}"
+
+
+def make_storage(storage: str) -> str:
+    """What `make` has to be told of where sweeps are kept."""
+    return "" if storage == Args.storage else f" STORAGE={shlex.quote(storage)}"
 
 
 def served_scenarios() -> dict[str, str]:
@@ -309,17 +270,6 @@ def served_scenarios() -> dict[str, str]:
     if cluster.allocation is not None:
         served["allocation"] = cluster.allocation.scenario
     return served
-
-
-def _table(title: str, columns: Columns, *first: str) -> Table:
-    table = Table(title=title, caption="changes with their 95 % intervals")
-    for column in (*first, *columns):
-        table.add_column(column, justify="left" if column == first[0] else "right")
-    return table
-
-
-def _cells(row: Row, columns: Columns) -> list[str]:
-    return [show(row) for show in columns.values()]
 
 
 if __name__ == "__main__":

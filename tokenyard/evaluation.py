@@ -260,4 +260,4 @@ def figures_of(
 
     measures = [measure for measure in problem.measures(scenario) if measure.delta]
     scored = next((one for one in measures if one.key == problem.score.key), measures[0])
-    return {"differences": draw_differences(rows, scored, streams.described)}
+    return {"differences": draw_differences(rows, scored, credit=streams.described)}

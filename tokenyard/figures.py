@@ -6,13 +6,14 @@ Colours are those of Okabe and Ito, which colour-blind readers can tell apart.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from tokenyard.problem import Measure, Row
 from tokenyard.statistics.pareto import front
@@ -22,45 +23,94 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 VIOLATION, ON_TIME, BASELINE = "#D55E00", "#0072B2", "#7F7F7F"
 
 Curves = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
-"""Label to the curves of its repetitions; a curve is (environment steps, value) in order."""
+"""Label to the curves of its repetitions; a curve is (share of its budget, value) in order."""
 
 _WIDTH_INCHES = 7.0
 _DPI = 160
 
 
-def learning_curves(
-    curves: Curves, value: str, references: Mapping[str, float] | None = None, credit: str = ""
+def draw_learning_curves(
+    panels: Mapping[str, Curves], value: str, rule: tuple[str, float], title: str, credit: str = ""
 ) -> Figure:
-    """Draw a metric over environment steps: a line per repetition, a thick one for their median.
+    """Draw a value over training: a thin line per repetition, a thick one for their median.
 
-    `value` labels its axis; `references`, policies that do not learn, are level lines.
+    `panels` have titles and curves, and share an axis labelled `value`; `rule` is the name and the
+    value of what does not learn, a level line.
     """
-    figure = new_figure(4.2, credit)
-    axes = new_axes(figure.subplots(), "environment steps", value)
-    for colour, (label, repetitions) in zip(colours(), curves.items(), strict=False):
-        for curve in repetitions:
-            axes.plot(*np.array(curve).T, color=colour, linewidth=0.6, alpha=0.5)
-        axes.plot(*_median_curve(repetitions), color=colour, linewidth=2.0, label=label)
-    for (name, level), style in zip(
-        (references or {}).items(), ("--", ":", "-.") * 9, strict=False
-    ):
-        axes.axhline(level, color=BASELINE, linestyle=style, linewidth=1.2, label=name)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1000:g}k" if x else "0"))
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    num_columns = 2 if len(panels) in (2, 4) else min(len(panels), 3)
+    num_rows = -(-len(panels) // num_columns)
+    figure = new_figure(1.2 + 2.3 * num_rows, f"The rule: {rule[0]}\n{credit}", title)
+    drawn = figure.subplots(num_rows, num_columns, sharex=True, sharey=True, squeeze=False).ravel()
+    labels = sorted({label for curves in panels.values() for label in curves})
+    palette = dict(zip(labels, colours(), strict=False))
+    every = [curve for curves in panels.values() for some in curves.values() for curve in some]
+    levels = np.array([rule[1], *(level for curve in every for _, level in curve)])
+    near = levels[_near(levels[:, None])]
+    margin = 0.08 * float(np.ptp(near) or abs(rule[1]) or 1.0)
+    bottom, top = near.min() - margin, near.max() + margin
+    for place, (axes, (name, curves)) in enumerate(zip(drawn, panels.items(), strict=False)):
+        is_lowest = place + num_columns >= len(panels)
+        new_axes(axes, "steps, % of budget" if is_lowest else "", "")
+        axes.tick_params(labelbottom=is_lowest)
+        axes.set_title(name, fontsize=8.5, loc="left")
+        below = []
+        for label, repetitions in curves.items():
+            for curve in repetitions:
+                axes.plot(*np.array(curve).T, color=palette[label], linewidth=0.6, alpha=0.5)
+                if curve[-1][1] < bottom:
+                    below.append(f"{words(label)} ends at {curve[-1][1]:.3g}")
+            median = _median_curve(repetitions)
+            style = {"linewidth": 1.6, "marker": "o", "markersize": 2.5}
+            axes.plot(*median, color=palette[label], label=words(label), **style)
+        axes.axhline(rule[1], color="black", linestyle="--", linewidth=1.2, label="the rule")
+        axes.annotate("\n".join(below), (0.03, 0.03), xycoords="axes fraction", fontsize=7)
+    drawn[0].set_ylim(bottom, top)
+    drawn[0].set_xlim(left=0)
+    for axes in drawn[len(panels) :]:
+        axes.set_visible(False)
+    figure.supylabel(value, fontsize=9)
+    named = [pair for axes in drawn for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+    handles = {label: handle for handle, label in sorted(named, key=lambda pair: pair[1])}
+    figure.legend(handles.values(), handles, loc="outside right upper", frameon=False, fontsize=8)
     return figure
 
 
-def draw_differences(rows: Sequence[Row], measure: Measure, credit: str = "") -> Figure:
-    """Draw how far policies are from the baseline of `rows` in a measure, with 95 % intervals."""
-    keys = ("difference", "difference_ci_low", "difference_ci_high")
-    shown: list[Row] = [
-        {"policy": row["policy"]}
-        | {key: row[found] for key, found in zip(keys, measure.delta_keys, strict=True)}
-        for row in rows
-    ]
-    unit = "%" if measure.relative else measure.heading
-    label = f"{measure.key.replace('_', ' ')}, difference to {rows[0]['baseline']}, {unit}"
-    return bars(shown, "difference", 100.0 if measure.relative else measure.factor, label, credit)
+def draw_differences(
+    rows: Sequence[Row], measure: Measure, title: str = "", credit: str = ""
+) -> Figure:
+    """Draw how far policies are from the baseline of `rows` in a measure, with 95 % intervals.
+
+    Blue is better than the baseline, red worse, grey neither; who is far off is at the edge.
+    """
+    factor = 100.0 if measure.relative else measure.factor
+    found = np.array([[factor * float(row[key]) for key in measure.delta_keys] for row in rows])
+    sign = 1.0 if measure.more_is_better else -1.0
+    near = _near(sign * found[:, :1])
+    figure = new_figure(1.2 + 0.24 * len(rows), credit, title)
+    unit = "%" if measure.relative else measure.heading.rpartition(" ")[2]
+    what = measure.key.replace("_", " ")
+    label = f"{what}, difference to {words(str(rows[0]['baseline']))}, {unit} ({_better(measure)})"
+    axes = new_axes(figure.subplots(), label, "")
+    axes.set_title("blue: better, red: worse, grey: could be either", fontsize=8, loc="left")
+    axes.axvline(0, color="black", linewidth=0.8)
+    low, high = np.nanmin(found[near]), np.nanmax(found[near])
+    margin = 0.12 * ((high - low) or 1.0)
+    axes.set_xlim(low - margin, high + margin)
+    for place, (row, (value, *ends)) in enumerate(zip(rows, found, strict=True)):
+        settled = min(ends) > 0 or max(ends) < 0
+        colour = (ON_TIME if sign * value > 0 else VIOLATION) if settled else BASELINE
+        if near[place]:
+            axes.plot(ends, [place, place], color=colour, linewidth=1.6)
+            is_rule = row["policy"] == row["baseline"]
+            axes.plot(value, place, "D" if is_rule else "o", color="black" if is_rule else colour)
+        else:
+            text = f"{value:+,.3g} ▸" if value > 0 else f"◂ {value:+,.3g}"
+            edge, side = (high + margin, "right") if value > 0 else (low - margin, "left")
+            axes.text(edge, place, text, color=colour, fontsize=8, va="center", ha=side)
+    axes.set_yticks(range(len(rows)), [words(str(row["policy"])) for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    return figure
 
 
 def draw_trade_off(
@@ -68,14 +118,19 @@ def draw_trade_off(
 ) -> Figure:
     """Draw policies in the plane of two measures, and the Pareto front of all of them.
 
-    `kinds` says what a policy is, such as its algorithm; each kind gets a colour, others are grey.
+    `kinds` says what a trial is, such as its algorithm; each kind gets a colour, rules are grey.
     """
-    figure = new_figure(4.6, credit)
-    axes = new_axes(figure.subplots(), _axis(x), _axis(y))
     points = np.array([[one.factor * float(row[one.key]) for one in (x, y)] for row in rows])
     signs = np.array([1.0 if one.more_is_better else -1.0 for one in (x, y)])
     shown = _near(points * signs)
     best = front(points[shown] * signs) * signs
+    on_front = sum(
+        str(row["policy"]) in kinds and point in best.tolist()
+        for row, point in zip(rows, points.tolist(), strict=True)
+    )
+    title = f"{on_front} of {len(kinds)} trials are on the Pareto front"
+    figure = new_figure(4.6, credit, title)
+    axes = new_axes(figure.subplots(), _axis(x), _axis(y))
     # The step stays where nothing is better than the front.
     across, up = best[np.argsort(best[:, 0])].T
     style = "steps-pre" if x.more_is_better else "steps-post"
@@ -86,13 +141,17 @@ def draw_trade_off(
         drawn = [kinds.get(str(row["policy"]), "") == kind for row in rows] & shown
         sideways, upwards = points[drawn].T
         axes.scatter(sideways, upwards, 22, colour, label=words(kind) or "rule", zorder=3)
-    for point in best.tolist():
+    # Towards the middle, and in turns above and below: neighbours can be close.
+    for number, point in enumerate(sorted(best.tolist())):
         here = [name for name, one in zip(names, points.tolist(), strict=True) if one == point]
+        is_right = point[0] > points[shown, 0].mean()
         axes.annotate(
-            ", ".join(here), point, (4, 4), textcoords="offset points", fontsize=6.5, zorder=4
+            ", ".join(here), point, (-5 if is_right else 5, -9 if number % 2 else 5), fontsize=6.5,
+            textcoords="offset points", ha="right" if is_right else "left", zorder=4,
         )  # fmt: skip
     if beyond := [name for name, near in zip(names, shown, strict=True) if not near]:
-        axes.set_title(f"far off: {', '.join(beyond)}", fontsize=6.5, loc="left", color="#555555")
+        told = textwrap.fill(f"far off: {', '.join(beyond)}", 100)
+        axes.set_title(told, fontsize=6.5, loc="left", color="#555555")
     axes.margins(0.12)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     return figure
@@ -103,13 +162,16 @@ def _near(goods: FloatArray) -> BoolArray:
 
     One that is four times as far behind the best as the median would press them flat.
     """
-    behind = goods.max(axis=0) - goods
-    return np.asarray((behind <= 4.0 * np.median(behind, axis=0)).all(axis=1))
+    behind = np.nanmax(goods, axis=0) - goods
+    return np.asarray((behind <= 4.0 * np.nanmedian(behind, axis=0)).all(axis=1))
 
 
 def _axis(measure: Measure) -> str:
-    better = "more" if measure.more_is_better else "less"
-    return f"{measure.heading}, {better} is better"
+    return f"{measure.heading}, {_better(measure)}"
+
+
+def _better(measure: Measure) -> str:
+    return f"{'more' if measure.more_is_better else 'less'} is better"
 
 
 def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
@@ -122,9 +184,11 @@ def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
     return paths
 
 
-def new_figure(height_inches: float, credit: str) -> Figure:
+def new_figure(height_inches: float, credit: str, title: str = "") -> Figure:
     """An empty figure of a page's width, its source printed small."""
     figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
     if credit:
         # A label of the whole figure, so that the layout keeps clear of it.
         figure.supxlabel(credit, x=0.005, ha="left", fontsize=5.5, color="#555555")
@@ -184,34 +248,6 @@ def bars(rows: Sequence[Row], key: str, factor: float, label: str, credit: str) 
     return figure
 
 
-def small_bars(
-    rows: Sequence[Row], panels: Mapping[str, tuple[str, float]], credit: str, title: str = ""
-) -> Figure:
-    """Draw one panel of bars per key, side by side; a panel is (label, factor)."""
-    figure = new_figure(1.3 + 0.26 * len(rows), credit)
-    if title:
-        figure.suptitle(title, fontsize=9)
-    names = [words(str(row["policy"])) for row in rows]
-    drawn = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (key, (label, factor)) in zip(drawn, panels.items(), strict=True):
-        values = np.array([factor * float(row[key]) for row in rows])
-        new_axes(axes, "", "")
-        axes.set_title(label, fontsize=8.5)
-        axes.barh(names, values, color="#CFE3F1", edgecolor=ON_TIME, linewidth=0.8)
-        axes.grid(axis="y", visible=False)
-        # Room for the numbers behind the bars; a share of nothing has an axis nevertheless.
-        axes.set_xlim(0, 1.45 * (float(np.nanmax(values, initial=0.0)) or 1.0))
-        axes.xaxis.set_major_locator(MaxNLocator(3))
-        for name, value in zip(names, values, strict=True):
-            text = "none" if math.isnan(value) else _three_digits(value)
-            axes.annotate(
-                text, (np.nan_to_num(value), name), (3, 0), textcoords="offset points",
-                fontsize=7.5, va="center",
-            )  # fmt: skip
-    drawn[0].invert_yaxis()
-    return figure
-
-
 def colours() -> Iterable[str]:
     """Colours in their order, over and over."""
     return COLOURS * 9
@@ -220,10 +256,6 @@ def colours() -> Iterable[str]:
 def words(name: str) -> str:
     """A policy's name for a reader."""
     return name.replace("_", " ")
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _median_curve(repetitions: Sequence[Sequence[tuple[float, float]]]) -> FloatArray:

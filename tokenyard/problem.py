@@ -225,9 +225,8 @@ class Problem(Protocol[S, A, D, R]):
     """Name of the candidate that stands for the best trained policy."""
     rivals: Sequence[str] = ()
     """Candidates that `learned` is set beside one by one, each as its baseline."""
-    trade_offs: Sequence[tuple[str, str]] = ()
-    """Keys of pairs of measures that reward weights trade for each other: a sweep draws each pair
-    with its Pareto front."""
+    trade_off: tuple[str, str] | None = None
+    """Keys of two measures that policies trade for each other: a sweep draws their Pareto front."""
     num_validation_streams: int = 5
     """Streams by which trials are ranked; their seed is 0, so that all sweeps can be compared."""
 

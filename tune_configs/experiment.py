@@ -25,7 +25,7 @@ from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
 
 ENV_STEPS = "timesteps_total"
 """Result key of the environment steps a trial has taken."""
-SCORE = "score"
+SCORE = "eval/score"
 """Result key that trials are ranked on, higher is better, whatever rewards they train on."""
 
 RESOURCES = ("num_env_runners", "cpus_per_actor", "placement")
@@ -44,7 +44,7 @@ class Experiment:
     scenario: str
     """Scenario that all trials are trained and judged on."""
     trainable: type[PolicyTrainable]
-    """Trains one trial; reports `score` and `timesteps_total`, and saves `artifact.npz`."""
+    """Trains one trial; reports `eval/score` and `timesteps_total`, and saves `artifact.npz`."""
     trials: tuple[TrialConfig, ...]
     """The trials that are run for certain, in this order."""
     space: Mapping[str, Any] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from contextlib import closing
 from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urlencode, urlsplit
 
 from matplotlib.figure import Figure
 from mlflow import MlflowClient
@@ -27,7 +27,7 @@ from ray.tune.result import AUTO_RESULT_KEYS, DONE, EXPERIMENT_TAG, TRIAL_ID
 from ray.tune.utils import flatten_dict
 
 from tokenyard.problem import Row
-from tune_configs.experiment import ENV_STEPS
+from tune_configs.experiment import ENV_STEPS, SCORE
 
 SWEEP_TAG = "tokenyard.sweep"
 TRIAL_TAG = "tokenyard.trial_id"
@@ -101,6 +101,37 @@ def open_sweep_run(
     return str(run.info.run_id)
 
 
+def run_page(client: MlflowClient, run_id: str) -> str:
+    """Where a run is, relative to `address`."""
+    experiment_id = client.get_run(run_id).info.experiment_id
+    # Without the type, MLflow opens its pages on language models' traces.
+    return f"#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
+
+
+def address(client: MlflowClient) -> str:
+    """Where MLflow's pages are: on the tracking server, or where `make mlflow` puts them."""
+    is_remote = client.tracking_uri.startswith("http")
+    local = f"http://127.0.0.1:{os.environ.get('MLFLOW_PORT', 5000)}"
+    return f"{client.tracking_uri if is_remote else local}/"
+
+
+def last_sweep_pages(client: MlflowClient) -> list[str]:
+    """URLs of the last sweep's run and of the list of its trials, best first; or none."""
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    found = client.search_runs(experiments, f"tags.`{SWEEP_TAG}` LIKE '%'", max_results=1)
+    if not found:
+        return []
+    parent = client.get_run(found[0].data.tags.get(MLFLOW_PARENT_RUN_ID, found[0].info.run_id))
+    listed = {
+        "workflowType": "machine_learning",
+        "searchFilter": f"tags.sweep = {_quoted(parent.info.run_name)}",
+        "orderByKey": f"metrics.`{SCORE}`",
+        "orderByAsc": "false",
+    }
+    trials = f"#/experiments/{parent.info.experiment_id}/runs?{urlencode(listed)}"
+    return [address(client) + page for page in (run_page(client, parent.info.run_id), trials)]
+
+
 def trial_runs(client: MlflowClient, parent_run_id: str) -> dict[str, Run]:
     """The runs under a sweep, by trial id."""
     parent = client.get_run(parent_run_id)
@@ -124,7 +155,7 @@ def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
     the trial's wall time is kept. A NaN is left out: it means that there is no value.
     """
     reported = {key: value for key, value in result.items() if key not in _NOT_METRICS}
-    reported["wall_s"] = result.get("time_total_s", math.nan)
+    reported["system/wall_s"] = result.get("time_total_s", math.nan)
     return {
         key: float(value)
         for key, value in flatten_dict(reported).items()
@@ -292,12 +323,24 @@ def log_rows(
     for name, value in params.items():
         if value is not None:
             client.log_param(run_id, name, str(value))
-    columns = dict.fromkeys(key for row in rows for key in row)
-    client.log_table(run_id, {key: [row.get(key) for row in rows] for key in columns}, table)
+    log_table(client, run_id, rows, table)
     for name, figure in figures.items():
         client.log_figure(run_id, figure, f"figures/{name}.png")
     client.set_terminated(run_id)
     return f"{client.tracking_uri}, run {run_id}"
+
+
+def log_table(client: MlflowClient, run_id: str, rows: Sequence[Row], path: str) -> None:
+    """Leave rows, whose keys may differ, as a table in a file of the run."""
+    columns = dict.fromkeys(key for row in rows for key in row)
+    client.log_table(run_id, {key: [row.get(key) for row in rows] for key in columns}, path)
+
+
+def log_metrics(client: MlflowClient, run_id: str, metrics: Mapping[str, float]) -> None:
+    """Log numbers that a run has one of each; a NaN is left out: it means that there is none."""
+    now_ms = int(time.time() * 1000)
+    points = [Metric(k, v, now_ms, 0) for k, v in metrics.items() if math.isfinite(v)]
+    client.log_batch(run_id, metrics=points)
 
 
 def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:

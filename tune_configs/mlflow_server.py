@@ -1,5 +1,7 @@
-"""MLflow's server behind the cluster's token: `mlflow server --app-name=tokenyard`.
+"""MLflow's server: on this machine for `make mlflow`, in a cluster behind the cluster's token.
 
+`python -m tune_configs.mlflow_server FOLDER` shows the sweeps of a folder, and prints where.
+`mlflow server --app-name=tokenyard` is for clusters, and asks for the token.
 Whoever writes to the registry decides which policy is champion. MLflow's own `basic-auth` keeps
 users in a database of its own and needs further packages; all nodes of a cluster have Ray's token
 already. MLflow's clients send it where MLFLOW_TRACKING_TOKEN is set, and a browser asks for it: any
@@ -12,6 +14,7 @@ import base64
 import binascii
 import hmac
 import os
+import sys
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -90,3 +93,25 @@ def create_app() -> ASGIApp:
     from mlflow.server.fastapi_app import app
 
     return TokenRequired(app, read_token())
+
+
+def main() -> None:
+    """Print where the last sweep of a folder is seen, and become MLflow's server."""
+    # They bring Ray along, which the server of a cluster does without.
+    from mlflow import MlflowClient
+
+    from tune_configs.mlflow_log import last_sweep_pages
+
+    store = Path(sys.argv[1], "mlflow.db").resolve()
+    if not store.exists():
+        sys.exit(f"error: no sweeps in {store.parent}: run `make sweep` first")
+    uri = f"sqlite:///{store}"
+    pages = last_sweep_pages(MlflowClient(uri))
+    for what, page in zip(("the last sweep", "its trials"), pages, strict=False):
+        sys.stderr.write(f"{what}: {page}\n")
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri]
+    os.execv(sys.executable, command)
+
+
+if __name__ == "__main__":
+    main()

@@ -54,7 +54,9 @@ RouterRunner = Runner[Scenario, StreamSet, Run]
 MEASURES = ("reward", "mean_response_s", "mean_queue_length", "slo_violation_fraction")
 CURVE_SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
 """Moments of a training that its learning curve is printed at: shares of its length."""
-CURVE_KEYS = ("reward_per_request", "score", "mean_response_s", "slo_violation_fraction")
+CURVE_KEYS = (
+    "train/reward_per_request", "eval/score", "eval/mean_response_s", "eval/slo_violation_fraction",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def train(trial: dict[str, Any], path: Path) -> tuple[RouterRunner, list[dict[st
     try:
         while not curve or curve[-1]["env_steps"] < trial["env_steps"]:
             result = trainer.train()
-            point = {key: result.get(key, "") for key in CURVE_KEYS}
+            point = {key.partition("/")[2]: result.get(key, "") for key in CURVE_KEYS}
             curve.append({"env_steps": int(result[ENV_STEPS]), **point})
         artifact = trainer.artifact()
         assert isinstance(artifact, PolicyArtifact)

@@ -5,16 +5,14 @@ A sweep is over one problem. A chain has one sweep per problem, under one parent
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import ray
-from matplotlib.figure import Figure
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
@@ -23,11 +21,10 @@ from ray.tune.logger import JsonLoggerCallback
 
 from tokenyard import registry
 from tokenyard.artifact import model_name
-from tokenyard.evaluation import Comparison, Map, figures_of, rank
-from tokenyard.figures import draw_trade_off, learning_curves
+from tokenyard.evaluation import Comparison, Map, rank
 from tokenyard.problem import AnyProblem, Row, Scenario, TrainedPolicy
 from tokenyard.promotion import PromotionVerdict, judge_candidate, rivals
-from tokenyard.provenance import git_sha, versions
+from tokenyard.provenance import git_sha
 from tokenyard.registry import ARTIFACT_FILE, Registration
 from tune_configs import mlflow_log
 from tune_configs.experiment import ENV_STEPS, SCORE, Experiment, load_experiments
@@ -44,9 +41,6 @@ from tune_configs.tuner import (
 
 VALIDATION_SEED = 0
 """The same for all trials of all sweeps, so that their curves can be compared."""
-_COMPARABLE = 10
-"""Ratio of environment steps up to which learning curves share an axis."""
-Curve = list[tuple[float, float]]
 _JOINING_S = 600.0
 """Time in which machines of a cloud are rented, installed, and join."""
 REFERENCE_TAG = "tokenyard.experiment"
@@ -318,11 +312,11 @@ def _read(result: Result, load: Callable[[Path], TrainedPolicy], taken: set[str]
         artifact = load(Path(folder) / ARTIFACT_FILE)
     return FinishedTrial(
         trial_id=trial_id,
-        label=f"{label}-{trial_id}" if label in taken else label,
+        label=f"{label} ({trial_id})" if label in taken else label,
         config=config,
         env_steps=int(metrics[ENV_STEPS]),
         wall_s=float(metrics["time_total_s"]),
-        cpu_s=metrics.get("cpu_s"),
+        cpu_s=metrics.get("system/cpu_s"),
         artifact=artifact,
     )
 
@@ -410,123 +404,3 @@ def against_rivals(sweep: Sweep, report: Report, mapped: Map = map) -> Promotion
     return judge_candidate(
         problem, scenario, report.best.artifact, against, report.gate, streams, sweep.seed, mapped
     )
-
-
-def record_chain(chain: Chain, outcomes: Sequence[Outcome], command: str) -> None:
-    """Put what became of each problem onto the parent run of a chain."""
-    for outcome in outcomes:
-        told = {"verdict": outcome.sentence, **_registered(outcome)}
-        tags = {f"{outcome.problem}.{key}": value for key, value in told.items()}
-        mlflow_log.set_tags(chain.client, chain.run_id, tags)
-    chain.client.log_dict(chain.run_id, _provenance(command, chain.seed), "provenance.json")
-
-
-def _registered(outcome: Outcome) -> dict[str, str]:
-    return {f"registered_{key}": value for key, value in asdict(outcome.registration).items()}
-
-
-def _provenance(command: str, seed: int) -> dict[str, Any]:
-    return {"command": command, "git_sha": git_sha(), "versions": versions(), "seed": seed}
-
-
-def record(
-    sweep: Sweep,
-    trials: list[FinishedTrial],
-    report: Report,
-    outcome: Outcome,
-    command: str,
-) -> None:
-    """Put tables, figures, settings and provenance onto the sweep's parent run."""
-    client, run_id = sweep.client, sweep.run_id
-    tables = {"ranking": report.ranking.rows, "evaluation": report.evaluation.rows}
-    if outcome.verdict is not None:
-        tables["verdict"] = outcome.verdict.rows
-    for name, rows in tables.items():
-        client.log_table(run_id, _columns(rows), f"tables/{name}.json")
-    ranking = report.ranking
-    figures = figures_of(sweep.problem, sweep.scenario, ranking.streams, ranking.runs, ranking.rows)
-    figures |= draw_learning_curves(sweep, trials, report) | draw_trade_offs(sweep, trials, report)
-    for name, figure in figures.items():
-        client.log_figure(run_id, figure, f"figures/{name}.png")
-    client.log_dict(run_id, _provenance(command, sweep.seed), "provenance.json")
-    client.log_dict(run_id, _described(sweep), "experiment.json")
-    told = {"best_trial": report.best.label, "verdict": outcome.sentence}
-    if report.passed_over:
-        told["passed_over"] = ", ".join(report.passed_over)
-    mlflow_log.set_tags(client, run_id, told | _registered(outcome))
-    best = next(row for row in report.ranking.rows if row["policy"] == report.best.label)
-    client.log_metric(run_id, SCORE, float(best[SCORE]))
-
-
-def draw_learning_curves(
-    sweep: Sweep, trials: list[FinishedTrial], report: Report
-) -> dict[str, Figure]:
-    """Draw the score of trials in training, a figure per reward weights, by names of files.
-
-    The baseline is a level line, and so is the best trial of another order of environment
-    steps, such as policy search.
-    """
-    runs = mlflow_log.trial_runs(sweep.client, sweep.run_id)
-    shortest = min(trial.env_steps for trial in trials)
-    far = {trial.label for trial in trials if trial.env_steps > _COMPARABLE * shortest}
-    levels = {
-        str(row["policy"]): float(row[SCORE])
-        for row in reversed(report.ranking.rows)
-        if row["policy"] in {sweep.experiment.baseline, *far}
-    }
-    curves: dict[str, dict[str, list[Curve]]] = {}
-    for trial in trials:
-        if trial.label not in far:
-            same_weights = curves.setdefault(str(trial.config["reward_weights"]), {})
-            same_algorithm = same_weights.setdefault(str(trial.config["algorithm"]), [])
-            run_id = runs[trial.trial_id].info.run_id
-            same_algorithm.append(mlflow_log.learning_curve(sweep.client, run_id, SCORE))
-    return {
-        f"learning_curves_{weights}": learning_curves(
-            by_algorithm,
-            f"score on validation streams, {sweep.problem.score.unit}",
-            levels,
-            f"Reward weights in training: {weights}",
-        )
-        for weights, by_algorithm in curves.items()
-    }
-
-
-def draw_trade_offs(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> dict[str, Figure]:
-    """Draw the problem's trade-offs with all trials and rules, by names of files.
-
-    Those are left out in which the scenario measures nothing, such as the energy of servers.
-    """
-    measures = {measure.key: measure for measure in sweep.problem.measures(sweep.scenario)}
-    kinds = {trial.label: str(trial.config["algorithm"]) for trial in trials}
-    rows, credit = report.ranking.rows, report.ranking.streams.described
-    return {
-        f"pareto_{x}_{y}": draw_trade_off(rows, measures[x], measures[y], kinds, credit)
-        for x, y in sweep.problem.trade_offs
-        if {x, y} <= measures.keys() and all(len({row[key] for row in rows}) > 1 for key in (x, y))
-    }
-
-
-def _columns(rows: list[Row]) -> dict[str, list[Any]]:
-    keys = dict.fromkeys(key for row in rows for key in row)
-    return {key: [row.get(key) for row in rows] for key in keys}
-
-
-def _described(sweep: Sweep) -> dict[str, Any]:
-    """The experiment in plain values; what is code is given by its name."""
-    experiment = sweep.experiment
-    settings = {item.name: _plain(getattr(experiment, item.name)) for item in fields(experiment)}
-    trials = experiment.designed_trials(sweep.seed)
-    return {"reference": sweep.reference, **settings, "trials": trials}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if hasattr(value, "load_scenario"):
-        return value.name
-    try:
-        json.dumps(value)
-    except TypeError:
-        return getattr(value, "__qualname__", str(value))
-    return value

@@ -19,7 +19,6 @@ from ray.exceptions import RayActorError
 from ray.tune import (
     Callback,
     CheckpointConfig,
-    CLIReporter,
     FailureConfig,
     ResultGrid,
     RunConfig,
@@ -28,7 +27,8 @@ from ray.tune import (
 from ray.tune.execution.placement_groups import PlacementGroupFactory
 from ray.tune.experiment import Trial
 
-from tune_configs.experiment import ENV_STEPS, SCORE, Experiment, stop_at_budget
+from tune_configs.experiment import SCORE, Experiment, stop_at_budget
+from tune_configs.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -146,9 +146,9 @@ def _largest_request(experiment: Experiment, seed: int) -> list[dict[str, float]
 
 
 def trial_label(config: Mapping[str, Any]) -> str:
-    """Short name of a trial: algorithm, reward weights and seed."""
-    parts = [str(config[key]) for key in ("algorithm", "reward_weights") if key in config]
-    return "-".join([*parts, f"s{config['seed']}"])
+    """Name of a trial in tables, figures and MLflow: algorithm, reward weights and seed."""
+    parts = [str(config[key]) for key in ("algorithm", "reward_weights") if config.get(key)]
+    return " ".join([*parts, f"seed {config['seed']}"])
 
 
 def new_tuner(
@@ -184,24 +184,12 @@ def new_tuner(
                 checkpoint_frequency=experiment.checkpoint_every,
                 checkpoint_at_end=True,
             ),
-            # The one progress display: a short table, printed anew every half minute.
+            # Below 1 Tune calls no reporter; at 1 it prints nothing itself.
             verbose=1,
-            progress_reporter=_progress(),
+            progress_reporter=Progress(
+                f"{experiment.problem.name} on {experiment.scenario}", experiment.num_trials(seed)
+            ),
         ),
-    )
-
-
-def _progress() -> CLIReporter:
-    return CLIReporter(
-        parameter_columns=["algorithm", "reward_weights", "seed"],
-        metric_columns={
-            ENV_STEPS: "env steps",
-            SCORE: "score",
-            "mean_response_s": "mean s",
-            "p99_response_s": "p99 s",
-            "time_total_s": "wall s",
-        },
-        max_report_frequency=30,
     )
 
 
@@ -253,7 +241,7 @@ def _trial_folder(trial: Trial) -> str:
     if trial.storage is not None:
         trial.storage.storage_fs_path, trial.storage.experiment_dir_name = _SWEEP_AT.get()
     # Trials drawn by a searcher can share a label; their ids differ.
-    return f"{trial_label(trial.config)}-{trial.trial_id}"
+    return f"{trial_label(trial.config).replace(' ', '-')}-{trial.trial_id}"
 
 
 def open_storage(location: str) -> tuple[FileSystem | None, str]:

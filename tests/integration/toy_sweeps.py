@@ -47,7 +47,11 @@ class ToyRouter(tune.Trainable):
         self.env_steps += STEPS_PER_ITERATION
         skill = {"fast": 2.0, "slow": 1.0}[self.config["algorithm"]]
         score = -10.0 + skill * self.env_steps / 1_000 + 0.01 * self.config["seed"]
-        return {"timesteps_total": self.env_steps, "score": score, "not_known_yet": float("nan")}
+        return {
+            "timesteps_total": self.env_steps,
+            "eval/score": score,
+            "not_known_yet": float("nan"),
+        }
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         Path(checkpoint_dir, "env_steps.txt").write_text(str(self.env_steps))

@@ -77,7 +77,7 @@ class Allocation(Problem[AllocationScenario, AllocationArtifact, Demands, Alloca
     num_validation_streams = 2  # of many days each, and days are what is paired
     score = Score("cost_with_penalty", -1, "$/h")
     headline = ("cost_with_penalty", "cost_per_hour", "slo_attainment", "switches")
-    trade_offs = (("cost_per_hour", "slo_attainment"), ("energy_j_per_token", "slo_attainment"))
+    trade_off = ("cost_per_hour", "slo_attainment")
     scenario_names = staticmethod(allocation_names)
     load_scenario = staticmethod(load_allocation)
     load_artifact = staticmethod(AllocationArtifact.load)

@@ -56,7 +56,7 @@ class Regions(Problem[RegionScenario, RegionArtifact, Episodes, Measured]):
     default_baseline = BEST_RULE
     score = Score("total_cost", -1, "$ an episode")
     headline = ("total_cost", "energy_cost", "switching_cost", "lateness_cost", "mean_response_s")
-    trade_offs = (("total_cost", "mean_response_s"), ("energy_cost", "overhead_fraction"))
+    trade_off = ("total_cost", "mean_response_s")
     scenario_names = staticmethod(region_names)
     load_scenario = staticmethod(load_regions)
     load_artifact = staticmethod(RegionArtifact.load)

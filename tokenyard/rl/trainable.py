@@ -78,10 +78,11 @@ class TrialConfig(TrainingSettings):
 class PolicyTrainable(tune.Trainable):
     """Trains one policy of `problem` and scores it on validation streams.
 
-    Every result holds `timesteps_total` (environment steps), `score` (higher is better, whatever
-    the reward), what else the validation found, `env_steps_per_s` and what the learner says of
-    itself; `cpu_s` is the CPU time of learning so far, of its actors too, without validation. Every
-    checkpoint holds `artifact.npz`, the policy as it would be served.
+    Every result holds `timesteps_total` (environment steps) and, under a prefix each, what the
+    validation found (`eval/`, with `eval/score`: higher is better, whatever the reward), what the
+    learner says of itself (`train/`), and what it took (`system/`): `system/cpu_s` is the CPU time
+    of learning so far, of its actors too, without validation. Every checkpoint holds
+    `artifact.npz`, the policy as it would be served.
     """
 
     problem: ClassVar[AnyProblem]
@@ -138,12 +139,12 @@ class PolicyTrainable(tune.Trainable):
         self._validated = self._validate(self._training.artifact({}, {}))
         env_steps = self._training.env_steps
         return {
-            **learned,
-            **self._validated,
+            **{f"train/{key}": value for key, value in learned.items()},
+            **{f"eval/{key}": value for key, value in self._validated.items()},
             "timesteps_total": env_steps,
-            "env_steps_per_s": (env_steps - steps_before) / training_s,
-            "training_s": training_s,
-            "cpu_s": self._cpu_s,
+            "system/env_steps_per_s": (env_steps - steps_before) / training_s,
+            "system/training_s": training_s,
+            "system/cpu_s": self._cpu_s,
         }
 
     def artifact(self) -> TrainedPolicy:

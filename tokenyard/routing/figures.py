@@ -1,45 +1,36 @@
 """The figures of a routing experiment, drawn from runs; each function returns one figure.
 
-They follow the figures of Abbaraju (learning curves, reward and violations per agent, response
-times, server loads, violation heatmap, traffic). Violations are told apart by
-its colour and by its place or marker.
+They follow the figures of Abbaraju: reward and violations per agent, response times, server loads,
+violation heatmap, traffic. Violations are told apart by colour and by place or marker.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from tokenyard.figures import (
     COLOURS,
     ON_TIME,
     VIOLATION,
     bars,
-    colours,
     log_seconds,
     new_axes,
     new_figure,
-    small_bars,
     words,
 )
 from tokenyard.problem import Row
-from tokenyard.routing.fleet import TrafficClass
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.simulator.batching import BatchingOutcomes
-from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.types import FloatArray
 
 _NUM_TIME_BINS = 60
 _NUM_FEATURED = 3
-_NUM_TAIL_POINTS = 400
-_LEAST_SHARE = 1e-3
 
 
 def reward_per_policy(rows: Sequence[Row], credit: str = "") -> Figure:
@@ -78,66 +69,6 @@ def response_boxes(runs: Mapping[str, Sequence[Run]], slo_s: float, credit: str 
     )  # fmt: skip
     axes.invert_yaxis()
     return figure
-
-
-def token_latencies(
-    scenario: Scenario, runs: Mapping[str, Sequence[Run]], credit: str = ""
-) -> Figure:
-    """Draw the distributions of TTFT, TPOT and inter-token latency, all streams together.
-
-    A curve is the share of requests (of gaps between tokens) that took longer, so that the tail
-    can be read; level lines are the SLOs of classes.
-    """
-    figure = new_figure(3.4 + 0.16 * math.ceil(len(runs) / 4), credit)
-    panels = figure.subplots(1, 3, sharey=True)
-    titles = ("time to first token, s", "time per output token, s", "gap between tokens, s")
-    for axes, title in zip(panels, titles, strict=True):
-        new_axes(axes, title, "")
-        axes.set_yscale("log")
-    for (name, some), colour, style in zip(runs.items(), colours(), _styles(), strict=False):
-        outcomes = [BatchingOutcomes.of(one.outcomes) for one in some]
-        for axes, (times_s, share) in zip(panels, _tails(outcomes), strict=True):
-            axes.plot(times_s, share, style, color=colour, linewidth=1.2, label=words(name))
-    for axes, slo in zip(panels, ("ttft_s", "tpot_s"), strict=False):
-        _mark_slos(axes, scenario.required_fleet.classes, slo)
-    panels[0].set_ylim(_LEAST_SHARE, 1.05)
-    for axes in panels:
-        log_seconds(axes)
-    panels[0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g} %"))
-    panels[0].set_ylabel("longer than that", fontsize=9)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(
-        handles[: len(runs)], labels[: len(runs)], loc="outside upper center", ncols=4,
-        frameon=False, fontsize=8,
-    )  # fmt: skip
-    return figure
-
-
-def memory_and_energy(rows: Sequence[Row], credit: str = "") -> Figure:
-    """Draw KV memory in use, prefix hits, preemptions, wasted tokens and energy per policy."""
-    panels = {
-        "kv_used_fraction": ("KV memory\nheld, %", 100.0),
-        "prefix_hit_fraction": ("prefix\nhits, %", 100.0),
-        "preemptions_per_request": ("preemptions per\n100 requests", 100.0),
-        "wasted_tokens_fraction": ("tokens\nwasted, %", 100.0),
-        "energy_j_per_token": ("joules per\noutput token", 1.0),
-    }
-    return small_bars(rows, panels, credit)
-
-
-def attainment(scenario: Scenario, rows: Sequence[Row], credit: str = "") -> Figure:
-    """Draw the share of requests that attained their SLOs, by class and by tenant."""
-    fleet = scenario.required_fleet
-    panels = {
-        f"attained_{service_class.name}_fraction": (f"class\n{service_class.name}, %", 100.0)
-        for service_class in fleet.classes
-    }
-    if len(fleet.tenants) > 1:
-        for tenant in fleet.tenants:
-            key = f"attained_tenant_{tenant.name}_fraction"
-            panels[key] = (f"tenant\n{tenant.name}, %", 100.0)
-        panels["service_gap_tokens_per_s"] = ("service gap\ntokens/s", 1.0)
-    return small_bars(rows, panels, credit, "requests that attained their SLOs")
 
 
 def load_trajectories(scenario: Scenario, runs: Mapping[str, Run], credit: str = "") -> Figure:
@@ -255,7 +186,7 @@ def draw_evaluation(
     context = np.concatenate([stream.context_tokens for stream in streams])
     total = np.concatenate([stream.total_tokens for stream in streams])
     rewards = {"reward_per_policy": reward_per_policy(rows, credit)} if "reward" in rows[0] else {}
-    drawn = {
+    return {
         **rewards,
         "response_boxes": response_boxes(runs, slo_s, credit),
         "load_trajectories": load_trajectories(scenario, some, credit),
@@ -265,55 +196,6 @@ def draw_evaluation(
         "token_histograms": token_histograms(context, total, credit),
         "request_counts": request_counts(streams[0].arrival_s, credit),
     }
-    further = {
-        "token_latencies": lambda: token_latencies(scenario, runs, credit),
-        "memory_and_energy": lambda: memory_and_energy(rows, credit),
-        "attainment": lambda: attainment(scenario, rows, credit),
-    }
-    return drawn | {name: further[name]() for name in server_model(scenario).figures}
-
-
-def _tails(outcomes: Sequence[BatchingOutcomes]) -> list[tuple[FloatArray, FloatArray]]:
-    """TTFT, TPOT and inter-token latencies: times and the share that is longer, of each."""
-    ttft_s = np.concatenate([outcome.first_token_s for outcome in outcomes])
-    tpot_s = np.concatenate([outcome.tpot_s for outcome in outcomes])
-    counts = np.sum([outcome.latency_counts for outcome in outcomes], axis=0)
-    edges_s = lay.LATENCY_BIN_START_S * np.exp(np.arange(len(counts) + 1) / lay.LATENCY_BINS_PER_E)
-    up_to = np.concatenate([[0.0], np.cumsum(counts)])
-    filled = np.flatnonzero(counts)
-    shown = slice(filled[0], filled[-1] + 1) if len(filled) else slice(0)
-    longer = 1.0 - up_to[shown] / max(up_to[-1], 1.0)
-    return [_tail(ttft_s), _tail(tpot_s), (edges_s[shown], longer)]
-
-
-def _tail(times_s: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Sorted times, thinned out where they are many, and the share that is longer than each.
-
-    Empty where no time is known, as that per output token of answers of one.
-    """
-    known = np.sort(times_s[~np.isnan(times_s)])
-    if not len(known):
-        return known, known
-    share = 1.0 - np.arange(len(known)) / len(known)
-    # Even steps in the share's logarithm: no more points than can be told apart.
-    steps = np.geomspace(1.0, 1.0 / len(known), _NUM_TAIL_POINTS)
-    which = np.unique(np.searchsorted(-share, -steps, side="left").clip(max=len(known) - 1))
-    return known[which], share[which]
-
-
-def _mark_slos(axes: Axes, classes: Sequence[TrafficClass], slo: str) -> None:
-    """Mark the SLOs of classes; equal ones share a line."""
-    named: dict[float, list[str]] = {}
-    for service_class in classes:
-        value = getattr(service_class, slo)
-        if value is not None:
-            named.setdefault(value, []).append(service_class.name)
-    for value_s, names in named.items():
-        axes.axvline(value_s, color=VIOLATION, linestyle="--", linewidth=1.0)
-        axes.annotate(
-            ", ".join(names), (value_s, 0.02), (-3, 0), xycoords=("data", "axes fraction"),
-            textcoords="offset points", color=VIOLATION, fontsize=7, rotation=90, ha="right",
-        )  # fmt: skip
 
 
 def _featured(rows: Sequence[Row]) -> list[str]:
@@ -354,7 +236,3 @@ def _server_labels(scenario: Scenario) -> list[str]:
     speeds = scenario.server_capacities_tokens_per_s
     named = zip(scenario.server_names, speeds, strict=True)
     return [f"{name} ({tokens_per_s:,.0f} tokens/s)" for name, tokens_per_s in named]
-
-
-def _styles() -> Iterable[str]:
-    return [style for style in ("-", "--", ":", "-.") * 9 for _ in COLOURS]

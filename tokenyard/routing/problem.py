@@ -59,11 +59,7 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
     default_streams = 30
     score = Score("score", 1, "s")
     headline = ("mean_response_s", "p99_response_s", "slo_violation_fraction")
-    trade_offs = (
-        ("mean_response_s", "p99_response_s"),
-        ("mean_response_s", "slo_violation_fraction"),
-        ("energy_j_per_token", "mean_response_s"),
-    )
+    trade_off = ("mean_response_s", "p99_response_s")
     num_validation_streams = 8
     scenario_names = staticmethod(scenario_names)
     load_scenario = staticmethod(load_scenario)
@@ -181,7 +177,7 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         runs: Mapping[str, Sequence[Run]],
         rows: Sequence[Row],
     ) -> dict[str, Figure]:
-        """The figures of the paper, and those of replicas that batch."""
+        """The figures of the paper."""
         # matplotlib takes a second to import, and most runs draw nothing.
         from tokenyard.routing.figures import draw_evaluation
 

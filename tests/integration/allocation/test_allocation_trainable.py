@@ -45,7 +45,7 @@ def test_equal_seeds_give_equal_policies(algorithm, scenario):
         trial.stop()
     assert hashes[0] == hashes[1]
     assert result["timesteps_total"] >= 2048
-    assert result["refused"] == 0
+    assert result["eval/refused"] == 0
     assert np.isfinite(list(result.values())).all()
     assert ("actions_clipped_fraction" in result) == (algorithm != "dqn")
 
@@ -71,5 +71,8 @@ def test_a_restored_trial_has_the_policy_and_the_step_count_of_the_saved_one(
     again = restored.artifact()
     restored.stop()
     assert result["timesteps_total"] > steps
-    assert {"score", "cost_per_hour", "policy_loss", "value_loss", "entropy_nats"} <= set(result)
+    assert {
+        "eval/score", "eval/cost_per_hour", "train/policy_loss", "train/value_loss",
+        "train/entropy_nats",
+    } <= set(result)  # fmt: skip
     assert any(not np.array_equal(again.arrays[name], saved.arrays[name]) for name in saved.arrays)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import urllib.request
 import pytest
 from integration.toy_sweeps import ToyRouter, toy_trial
 from mlflow import MlflowClient
+from scripts import ROOT
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
@@ -42,18 +44,18 @@ class Trial:
         self.config = toy_trial(algorithm)
 
     def __str__(self):
-        return f"{self.config['algorithm']}-none-s0"
+        return f"{self.config['algorithm']} none seed 0"
 
 
-PARETO = "pareto_mean_response_s_p99_response_s"
+PARETO = "pareto"
 
 
 def pareto():
     """Figure as a sweep draws it."""
     measures = {one.key: one for one in PROBLEM.measures(PROBLEM.load_scenario("poisson_085"))}
-    x, y = PROBLEM.trade_offs[0]
-    rows = [{"policy": "fast-none-s0", x: 1.0, y: 4.0}, {"policy": "sed", x: 1.1, y: 3.5}]
-    return draw_trade_off(rows, measures[x], measures[y], {"fast-none-s0": "fast"})
+    x, y = PROBLEM.trade_off
+    rows = [{"policy": "fast none seed 0", x: 1.0, y: 4.0}, {"policy": "sed", x: 1.1, y: 3.5}]
+    return draw_trade_off(rows, measures[x], measures[y], {"fast none seed 0": "fast"})
 
 
 @pytest.fixture(scope="module")
@@ -63,42 +65,53 @@ def store(tmp_path_factory):
     client = MlflowClient(mlflow_log.tracking_uri(folder))
     experiment_id = mlflow_log.open_experiment(client, "tokenyard-routing", folder)
     parent = mlflow_log.open_sweep_run(client, experiment_id, str(folder), "night-sweep", {})
-    log = mlflow_log.TrialLog(client.tracking_uri, parent, {}, ToyRouter.hyperparameters)
+    tags = {"sweep": "night-sweep"}
+    log = mlflow_log.TrialLog(client.tracking_uri, parent, tags, ToyRouter.hyperparameters)
     for skill, algorithm in enumerate(("fast", "slow")):
         trial = Trial(algorithm)
         log.on_trial_start(0, [], trial)
         for steps in range(1_000, 6_000, 1_000):
             # Plotly draws no points on a straight line, so the curve goes up and down.
             score = -3.0 - skill + (steps // 1_000) % 2
-            log.on_trial_result(0, [], trial, {"timesteps_total": steps, "score": score})
+            log.on_trial_result(0, [], trial, {"timesteps_total": steps, "eval/score": score})
         log.on_trial_complete(0, [], trial)
     client.log_figure(parent, pareto(), f"figures/{PARETO}.png")
+    image = f"get-artifact?path=figures/{PARETO}.png&run_uuid={parent}"
+    client.set_tag(parent, "mlflow.note.content", f"Nobody beats the rule.\n\n![{PARETO}]({image})")
     client.set_terminated(parent)
     return folder, client, experiment_id, parent
 
 
 @pytest.fixture(scope="module")
-def url(store):
-    """Address of the UI on that store, started as `make mlflow` starts it."""
+def server(store):
+    """Address of the UI on that store, started as `make mlflow` starts it, and what it printed."""
     port = free_port()
-    server = subprocess.Popen(
-        [
-            sys.executable, "-m", "mlflow", "ui", "--port", str(port), "--workers", "1",
-            "--backend-store-uri", store[1].tracking_uri,
-        ],
-        cwd=store[0],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
+    log = store[0] / "ui.log"
+    with log.open("w") as printed:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tune_configs.mlflow_server", str(store[0])],
+            env=os.environ
+            | {"MLFLOW_PORT": str(port), "MLFLOW_WORKERS": "1", "PYTHONPATH": str(ROOT)},
+            cwd=store[0],
+            stdout=subprocess.DEVNULL,
+            stderr=printed,
+            start_new_session=True,
+        )
     address = f"http://127.0.0.1:{port}"
     try:
         wait_until_up(f"{address}/health", server)
-        yield address
+        pages = re.findall(r"(?:the last sweep|its trials): (\S+)", log.read_text())
+        assert len(pages) == 2
+        yield address, pages
     finally:
         # The UI is several processes; it was started as their group's leader.
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+
+
+@pytest.fixture(scope="module")
+def url(server):
+    return server[0]
 
 
 def wait_until_up(address, server, seconds=240):
@@ -134,15 +147,26 @@ def wait_for_text(browser, *texts, seconds=90):
     WebDriverWait(browser, seconds).until(all_there, f"not all of {texts} on {browser.current_url}")
 
 
+def wait_for_image(browser):
+    def is_drawn(driver):
+        widths = [
+            driver.execute_script("return arguments[0].naturalWidth", image)
+            for image in driver.find_elements(By.TAG_NAME, "img")
+        ]
+        return any(width > 500 for width in widths)
+
+    WebDriverWait(browser, 60).until(is_drawn, "no figure")
+
+
 def test_trials_are_listed_under_their_sweep(url, browser, store):
     _, _, experiment_id, _ = store
     browser.get(f"{url}/#/experiments/{experiment_id}/runs")
     wait_for_text(browser, "night-sweep")
     # Trials come out from under the sweep when it is unfolded.
-    assert "fast-none-s0" not in browser.find_element(By.TAG_NAME, "body").text
+    assert "fast none seed 0" not in browser.find_element(By.TAG_NAME, "body").text
     row = "//span[@role='presentation'][.//span[text()='night-sweep']]"
     browser.find_element(By.XPATH, f"{row}//button").click()
-    wait_for_text(browser, "fast-none-s0", "slow-none-s0")
+    wait_for_text(browser, "fast none seed 0", "slow none seed 0")
 
 
 def test_two_learning_curves_stand_side_by_side(url, browser, store):
@@ -150,10 +174,15 @@ def test_two_learning_curves_stand_side_by_side(url, browser, store):
     runs = [run.info.run_id for run in mlflow_log.trial_runs(client, parent).values()]
     listed = "[" + ",".join(f"%22{run}%22" for run in runs) + "]"
     browser.get(
-        f"{url}/#/metric?runs={listed}&metric=%22score%22&experiments=[%22{experiment_id}%22]"
-        "&plot_metric_keys=[%22score%22]&x_axis=step"
+        f"{url}/#/metric?runs={listed}&metric=%22eval/score%22&experiments=[%22{experiment_id}%22]"
+        "&plot_metric_keys=[%22eval/score%22]&x_axis=step"
     )
-    wait_for_text(browser, "Comparing 2 Runs", "fast-none-s0 (score)", "slow-none-s0 (score)")
+    wait_for_text(
+        browser,
+        "Comparing 2 Runs",
+        "fast none seed 0 (eval/score)",
+        "slow none seed 0 (eval/score)",
+    )
 
     def points_per_curve(driver):
         # MLflow draws every curve twice, plain and smoothed; unsmoothed, they are the same path.
@@ -181,11 +210,13 @@ def test_a_sweep_shows_what_its_trials_trade(url, browser, store):
     wait_for_text(browser, f"{PARETO}.png")
     browser.find_element(By.XPATH, f"//*[text()='{PARETO}.png']").click()
 
-    def is_drawn(driver):
-        widths = [
-            driver.execute_script("return arguments[0].naturalWidth", image)
-            for image in driver.find_elements(By.TAG_NAME, "img")
-        ]
-        return any(width > 500 for width in widths)
+    wait_for_image(browser)
 
-    WebDriverWait(browser, 60).until(is_drawn, "no figure")
+
+def test_the_pages_that_are_printed_tell_the_story_and_list_the_trials(server, browser, store):
+    _, (story, trials) = server
+    browser.get(story)
+    wait_for_text(browser, "Nobody beats the rule.")
+    wait_for_image(browser)
+    browser.get(trials)
+    wait_for_text(browser, "fast none seed 0", "slow none seed 0", "2 matching runs")

@@ -34,7 +34,9 @@ def test_every_result_has_a_score_and_only_finite_numbers():
     trial = a_trial("a2c")
     result = trial.step()
     trial.stop()
-    assert {"score", "mean_response_s", "reward_per_request", "policy_loss"} <= result.keys()
+    assert {
+        "eval/score", "eval/mean_response_s", "train/reward_per_request", "train/policy_loss"
+    } <= result.keys()  # fmt: skip
     assert all(isinstance(value, float | int) for value in result.values())
     assert np.isfinite(list(result.values())).all()
     assert result["timesteps_total"] >= 600
@@ -67,7 +69,7 @@ def test_a_restored_trial_has_the_policy_and_the_step_count_of_the_saved_one(alg
     after = restored.step()
     restored.stop()
     assert after["timesteps_total"] > before["timesteps_total"]
-    assert after["cpu_s"] > before["cpu_s"] > 0
+    assert after["system/cpu_s"] > before["system/cpu_s"] > 0
 
 
 def test_the_cpu_time_of_a_trial_holds_that_of_its_env_runners():
@@ -112,8 +114,8 @@ def test_a_killed_env_runner_is_replaced_and_the_trial_goes_on(algorithm):
     results = [trial.step() for _ in range(2)]
 
     assert results[-1]["timesteps_total"] > before["timesteps_total"]
-    assert results[-1]["cpu_s"] > before["cpu_s"]
-    assert all(np.isfinite(result["score"]) for result in results)
+    assert results[-1]["system/cpu_s"] > before["system/cpu_s"]
+    assert all(np.isfinite(result["eval/score"]) for result in results)
     (new_pid,) = runners.foreach_env_runner(lambda _: os.getpid(), local_env_runner=False)
     assert new_pid != pid
     trial.stop()
@@ -156,8 +158,8 @@ def test_rllibs_own_path_is_still_there_to_compare_with(algorithm):
     result = trial.step()
     trial.stop()
     assert result["timesteps_total"] >= 1200
-    assert {"policy_loss", "q_loss"} & set(result)
-    assert np.isfinite(result["score"])
+    assert {"train/policy_loss", "train/q_loss"} & set(result)
+    assert np.isfinite(result["eval/score"])
 
 
 TRIVIAL_CLUSTER = """
@@ -194,7 +196,7 @@ def test_an_agent_without_a_baseline_learns_a_trivial_cluster(algorithm, lr, tmp
     results = [trial.step() for _ in range(4)]
     trial.stop()
     # Of each report alone: what is learned in the first is kept, give or take the traffic.
-    first, *later = (-result["reward_per_request"] for result in results)
+    first, *later = (-result["train/reward_per_request"] for result in results)
     assert max(later) < 0.7 * first
     # Half of the requests on the slow server cost ten times as much.
-    assert results[-1]["mean_response_s"] < 0.2
+    assert results[-1]["eval/mean_response_s"] < 0.2

@@ -70,7 +70,7 @@ def runs_with_a_curve(client):
     if experiment is None:
         return []
     runs = client.search_runs([experiment.experiment_id])
-    return [run for run in runs if "score" in run.data.metrics]
+    return [run for run in runs if "eval/score" in run.data.metrics]
 
 
 def wait_for(condition, seconds, process=None):
@@ -137,9 +137,9 @@ def test_curves_of_a_resumed_sweep_pass_every_step_once(killed_and_resumed, clie
     del killed_and_resumed
     runs = [run for run in runs_with_a_curve(client) if mlflow_log.TRIAL_TAG in run.data.tags]
     for run in runs:
-        curve = mlflow_log.learning_curve(client, run.info.run_id, "score")
+        curve = mlflow_log.learning_curve(client, run.info.run_id, "eval/score")
         assert [step for step, _ in curve] == list(range(1_000, BUDGET + 1, 1_000))
-        assert set(run.data.metrics) == {"score", "wall_s"}
+        assert set(run.data.metrics) == {"eval/score", "system/wall_s"}
 
 
 def test_the_result_gives_the_verdict_and_keeps_the_agreed_keys(killed_and_resumed):
@@ -162,12 +162,27 @@ def test_the_result_gives_the_verdict_and_keeps_the_agreed_keys(killed_and_resum
     assert len(result["evaluation"]) == 2
 
 
-def test_the_parent_run_holds_tables_figures_and_provenance(killed_and_resumed, client):
-    del killed_and_resumed
+def test_the_parent_run_tells_the_story(killed_and_resumed, client):
+    _, _, result = killed_and_resumed
     experiment = client.get_experiment_by_name("tokenyard-routing")
     parent = mlflow_log.find_sweep_run(
         client, experiment.experiment_id, mlflow_path(client, experiment)
     )
+    note = parent.data.tags["mlflow.note.content"]
+    for text in (
+        "4 trials (2 fast, 2 slow) learned routing on `poisson_085`",
+        f"is a candidate and not champion**: it does not beat {rule_for('poisson_085')}",
+        "| `fast none seed 0` | 30,000 |",
+        "| the rule |",
+        "Next: `python pipelines/deploy.py --cluster none --scenario poisson_085",
+    ):
+        assert text in note
+    metrics = parent.data.metrics
+    assert metrics["eval/best_score"] == pytest.approx(result["rows"][0]["score"])
+    gain = metrics["eval/best_score"] - metrics["eval/rule_score"]
+    assert metrics["eval/gain"] == pytest.approx(gain, abs=1e-9)
+    assert metrics["eval/gain_ci_low"] <= metrics["eval/gain"] <= metrics["eval/gain_ci_high"]
+    assert {"eval/trials_above_rule", "system/wall_s", "system/cpu_s"} <= set(metrics)
     paths = {
         item.path
         for folder in (None, "tables", "figures")
@@ -176,8 +191,12 @@ def test_the_parent_run_holds_tables_figures_and_provenance(killed_and_resumed, 
     assert {
         "experiment.json", "provenance.json", "tables/ranking.json", "tables/evaluation.json",
         "tables/verdict.json",
-        "figures/learning_curves_none.png", "figures/response_boxes.png",
     } <= paths  # fmt: skip
+    figures = {path for path in paths if path.endswith(".png")}
+    assert figures == {
+        f"figures/{name}.png" for name in ("comparison", "learning_curves", "pareto")
+    }
+    assert all(f"path={path}&run_uuid={parent.info.run_id}" in note for path in figures)
 
 
 def mlflow_path(client, experiment):

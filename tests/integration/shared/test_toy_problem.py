@@ -137,6 +137,10 @@ def test_a_chain_has_one_parent_with_a_run_per_problem_and_their_trials(swept_ch
             assert made[name]["run_id"] in trials
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
     assert runs[parent].data.tags["toy.registered_sha256"] == made["toy"]["sha256"]
+    note = runs[parent].data.tags["mlflow.note.content"]
+    for name in ("routing", "toy"):
+        assert f"/runs/{problems[name]}?" in note
+        assert f"{name}/best_score" in runs[parent].data.metrics
 
 
 def test_a_chain_that_was_ended_between_two_problems_goes_on_with_the_second(swept_chain, runs):

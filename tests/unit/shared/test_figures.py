@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from tokenyard.evaluation import compare
-from tokenyard.figures import draw_trade_off, learning_curves, save_figures
+from tokenyard.figures import (
+    BASELINE,
+    ON_TIME,
+    VIOLATION,
+    draw_differences,
+    draw_learning_curves,
+    draw_trade_off,
+    save_figures,
+)
 from tokenyard.problem import Measure
 from tokenyard.routing import figures
 from tokenyard.routing.problem import PROBLEM
@@ -44,32 +52,6 @@ def test_every_figure_of_the_paper_is_drawn_with_units_and_its_source(evaluated)
         assert figure.get_supxlabel() == "Traffic: a test"
     assert "response time, s" in labels(all_figures["response_boxes"])
     assert "thousand tokens" in labels(all_figures["load_trajectories"])
-
-
-def test_a_fleet_has_figures_of_tokens_memory_energy_and_slos():
-    scenario = load_scenario("two_classes_slo")
-    requests = [StreamSource(scenario).sample(150, stream_rng(3, "evaluation"))]
-    runs = {
-        name: PROBLEM.candidate(scenario, name).run(scenario, StreamSet(requests, "test"), 0)
-        for name in ("round_robin", "sed")
-    }
-    rows = compare(PROBLEM, scenario, StreamSet(requests, "test"), runs, "sed")
-    drawn = figures.draw_evaluation(scenario, runs, rows, "Traffic: a test")
-    assert {"token_latencies", "memory_and_energy", "attainment"} < set(drawn)
-    tokens = drawn["token_latencies"]
-    for word in ("first token, s", "output token, s", "between tokens, s"):
-        assert word in labels(tokens)
-    # Two policies, and the SLOs of two classes on the first token and of one after it.
-    assert [len(axes.lines) for axes in tokens.axes] == [4, 3, 2]
-    for axes in tokens.axes:
-        for line in axes.lines[:2]:
-            time_s, share = line.get_data()
-            assert (np.diff(time_s) >= 0).all()
-            assert (np.diff(share) <= 0).all()
-            assert share[0] == 1.0
-    titles = " ".join(axes.get_title() for axes in drawn["attainment"].axes)
-    for word in ("interactive", "batch", "large", "small", "service gap"):
-        assert word in titles
 
 
 @pytest.mark.parametrize(
@@ -117,17 +99,50 @@ def test_every_server_begins_and_ends_without_load(evaluated):
         assert tokens[-1] == pytest.approx(0, abs=1e-6)
 
 
-def test_learning_curves_show_every_repetition_their_median_and_the_references():
-    curves = {
-        "ppo": [[(0, -3.0), (10, -2.0), (20, -1.0)], [(0, -3.0), (10, -1.0)]],
-        "dqn": [[(0, -2.0)]],
+def test_learning_curves_show_every_repetition_their_median_and_the_rule():
+    panels = {
+        "reward: response": {
+            "ppo": [[(0, -3.0), (50, -2.0), (100, -1.0)], [(0, -3.0), (50, -1.0)]],
+            "dqn": [[(0, -2.0)]],
+        },
+        "reward: paper": {"dqn": [[(0, -1.0), (50, -1.5), (100, -90.0)]]},
     }
-    figure = learning_curves(curves, "score, s", {"sed": -1.5})
-    (axes,) = figure.axes
-    drawn_lines = [line.get_xydata().tolist() for line in axes.lines]
-    assert [[0.0, -3.0], [10.0, -1.5]] in drawn_lines  # the median, where both have been
+    figure = draw_learning_curves(panels, "score, s", ("sed", -1.5), "Two of four rise")
+    first, second = figure.axes
+    drawn_lines = [line.get_xydata().tolist() for line in first.lines]
+    assert [[0.0, -3.0], [50.0, -1.5]] in drawn_lines  # the median, where both have been
     assert len(drawn_lines) == 2 + 1 + 1 + 1 + 1
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ppo", "dqn", "sed"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "dqn", "ppo", "the rule"
+    ]  # fmt: skip
+    assert [axes.get_title(loc="left") for axes in figure.axes] == list(panels)
+    # One point that is far off does not press the others flat.
+    assert first.get_ylim() == second.get_ylim()
+    assert first.get_ylim()[0] > -4.0
+    assert [text.get_text() for text in second.texts] == ["dqn ends at -90"]
+    assert figure.get_suptitle() == "Two of four rise"
+    assert figure.get_supylabel() == "score, s"
+
+
+def test_differences_are_coloured_by_who_is_better_for_certain():
+    def row(policy, *gain):
+        keys = ("gain_score", "gain_ci_low", "gain_ci_high")
+        return {"policy": policy, "baseline": "sed", **dict(zip(keys, gain, strict=True))}
+
+    rows = [
+        row("ppo", 0.2, 0.1, 0.3), row("dqn", 0.1, -0.1, 0.3), row("sed", 0.0, 0.0, 0.0),
+        row("a2c", -0.2, -0.3, -0.1), row("round_robin", -90.0, -99.0, -80.0),
+    ]  # fmt: skip
+    score = Measure("score", "score, s", delta="gain_score", more_is_better=True)
+    (axes,) = draw_differences(rows, score, "One of three wins").axes
+    assert axes.get_xlabel() == "score, difference to sed, s (more is better)"
+    assert [text.get_text() for text in axes.get_yticklabels()] == [
+        "ppo", "dqn", "sed", "a2c", "round robin"
+    ]  # fmt: skip
+    assert [text.get_text() for text in axes.texts] == ["◂ -90"]
+    assert -1.0 < axes.get_xlim()[0] < -0.3
+    points = [line.get_color() for line in axes.lines[2::2]]
+    assert points == [ON_TIME, BASELINE, "black", VIOLATION]
 
 
 def test_a_trade_off_names_its_front_and_who_is_far_off():
@@ -144,6 +159,7 @@ def test_a_trade_off_names_its_front_and_who_is_far_off():
     assert axes.get_title(loc="left") == "far off: lost"
     assert axes.get_xlabel() == "mean s, less is better"
     assert axes.get_ylabel() == "attainment %, more is better"
+    assert figure.get_suptitle() == "2 of 2 trials are on the Pareto front"
     assert [c.get_label() for c in axes.collections] == ["a2c", "ppo", "rule"]
     assert sum(len(c.get_offsets()) for c in axes.collections) == 3
     front = axes.lines[0].get_xydata()

@@ -43,7 +43,7 @@ class FakeTrial:
             self.latest_checkpoint_result = result()
 
     def __str__(self):
-        return "fast-none-s0"
+        return "fast none seed 0"
 
 
 def a_policy(weight, trainer="policy_search"):
@@ -61,8 +61,8 @@ def a_policy(weight, trainer="policy_search"):
 
 def test_only_what_a_trial_reported_becomes_a_metric():
     result = {
-        "score": -1.5,
-        "entropy_nats": np.float32(0.5),
+        "eval/score": -1.5,
+        "train/entropy_nats": np.float32(0.5),
         "no_data": math.nan,
         "timesteps_total": 4000,
         "time_total_s": 12.0,
@@ -72,7 +72,7 @@ def test_only_what_a_trial_reported_becomes_a_metric():
         "config": {"seed": 3},
     }
     kept = mlflow_log.metrics_of(result)
-    assert kept == {"score": -1.5, "entropy_nats": 0.5, "wall_s": 12.0}
+    assert kept == {"eval/score": -1.5, "train/entropy_nats": 0.5, "system/wall_s": 12.0}
 
 
 def test_a_sweep_has_one_parent_run_however_often_it_is_opened(client, experiment_id):
@@ -96,7 +96,7 @@ def hyperparameters(config):
 
 
 def report(log, trial, steps):
-    log.on_trial_result(0, [], trial, {"timesteps_total": steps, "score": float(steps)})
+    log.on_trial_result(0, [], trial, {"timesteps_total": steps, "eval/score": float(steps)})
 
 
 def test_a_trial_that_restarts_keeps_its_run_and_loses_what_came_after_its_checkpoint(
@@ -116,7 +116,7 @@ def test_a_trial_that_restarts_keeps_its_run_and_loses_what_came_after_its_check
     runs = client.search_runs([experiment_id], "tags.`tokenyard.trial_id` = 'abc_00001'")
     assert len(runs) == 1
     assert runs[0].info.status == "FINISHED"
-    curve = mlflow_log.learning_curve(client, runs[0].info.run_id, "score")
+    curve = mlflow_log.learning_curve(client, runs[0].info.run_id, "eval/score")
     assert curve == [(1000, 1000.0), (2500, 2500.0)]
     assert runs[0].data.params["algorithm"] == "fast"
     assert runs[0].data.params["reward.slo"] == "-2.0"
@@ -160,7 +160,7 @@ def test_a_store_that_was_moved_finds_its_runs_and_artifacts_again(tmp_path, nam
 
 def test_nothing_is_replaced_where_nothing_has_to_go(client, experiment_id):
     run = client.create_run(experiment_id)
-    client.log_batch(run.info.run_id, metrics=[Metric("score", 1.0, 0, 1000)])
+    client.log_batch(run.info.run_id, metrics=[Metric("eval/score", 1.0, 0, 1000)])
     run = client.get_run(run.info.run_id)
     assert mlflow_log.truncate(client, run, 1000).info.run_id == run.info.run_id
 

@@ -221,7 +221,7 @@ def test_a_smaller_budget_is_that_of_drawn_trials_too_and_halving_goes_by_it(pro
         config = {**tenth.param_space(0), "algorithm": "ppo"}
         trial = SimpleNamespace(trial_id=str(score), config=config)
         scheduler.on_trial_add(None, trial)
-        result = {"timesteps_total": budget // 5, "score": score}
+        result = {"timesteps_total": budget // 5, "eval/score": score}
         decided.append(scheduler.on_trial_result(None, trial, result))
     assert decided == [TrialScheduler.CONTINUE, TrialScheduler.STOP, TrialScheduler.STOP]
 

@@ -16,7 +16,7 @@ def a_trial(algorithm, number):
 
 def first_decision(scheduler, trial, score):
     scheduler.on_trial_add(None, trial)
-    return scheduler.on_trial_result(None, trial, {"timesteps_total": 1_000, "score": score})
+    return scheduler.on_trial_result(None, trial, {"timesteps_total": 1_000, "eval/score": score})
 
 
 def halving():
@@ -52,7 +52,7 @@ def test_a_restored_scheduler_still_knows_who_was_good(tmp_path):
 def test_weights_that_are_drawn_are_numbers_that_the_trial_is_rewarded_by(problem):
     experiment = load_experiments(f"{problem}:weights")[0]
     searcher = experiment.searcher(0)
-    searcher.set_search_properties("score", "max", experiment.param_space(0))
+    searcher.set_search_properties("eval/score", "max", experiment.param_space(0))
     for number in range(3):
         trial = {**experiment.param_space(0), **searcher.suggest(f"trial-{number}")}
         learned_with = experiment.trainable.hyperparameters(trial)

@@ -124,8 +124,6 @@ class _Servers:
     """Sizes that are tried of a rule that tells requests apart by their size."""
     most_ordered: ClassVar[int]
     """Servers up to which every order of them is tried for SITA; of more, the two by speed."""
-    figures: ClassVar[tuple[str, ...]] = ()
-    """What is drawn of such servers beside the figures of all (`tokenyard.routing.figures`)."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -364,7 +362,6 @@ class Batching(_Servers):
     # It takes ten times as long to simulate.
     num_sizes = 8
     most_ordered = 0
-    figures = ("token_latencies", "memory_and_energy", "attainment")
 
     def encode(
         self, trace: Trace, predicted_total: FloatArray, features: FloatArray,
