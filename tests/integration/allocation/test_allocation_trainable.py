@@ -47,7 +47,7 @@ def test_equal_seeds_give_equal_policies(algorithm, scenario):
     assert result["timesteps_total"] >= 2048
     assert result["eval/refused"] == 0
     assert np.isfinite(list(result.values())).all()
-    assert ("actions_clipped_fraction" in result) == (algorithm != "dqn")
+    assert ("train/actions_clipped_fraction" in result) == (algorithm != "dqn")
 
 
 @pytest.mark.parametrize(("algorithm", "num_env_runners"), [("ppo", 2), ("a2c", 0)])
