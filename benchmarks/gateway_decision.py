@@ -15,10 +15,10 @@ import asyncio
 import tempfile
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import tyro
@@ -28,9 +28,10 @@ from serve_app.cluster import Cluster, EngineProfile
 from serve_app.engines.base import EngineStatus
 from serve_app.gateway import interpreter
 from serve_app.gateway.answer import Answer
+from serve_app.gateway.attempts import ReplicaAttempt
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.exchange import Attempt, Call, Headers, InferenceRequest
-from serve_app.gateway.gateway import Gateway, _Attempt
+from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.pick import Pick
 from serve_app.gateway.replicas import ReplicaTable
 from serve_app.policy.manager import PolicyManager
@@ -40,7 +41,6 @@ from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.fleet import AnyReplica
 from tokenyard.routing.scenario import Scenario, load_scenario
 
-T = TypeVar("T")
 PUBLISHED_PER_DECISION = 2
 """Replicas that publish four times a second and get two requests a second."""
 IN_FLIGHT_PER_REPLICA = 4
@@ -150,11 +150,11 @@ class Load:
         """Return CPU seconds of a pick, its seconds by the clock, and CPU seconds of a close."""
         pick_s, clock_s = self._place()
         answer, pick = self._open.popleft()
-        attempt = _Attempt(self.gateway, answer, pick.replica)
+        attempt = ReplicaAttempt(self.gateway._attempts, answer, pick.replica)
         attempt.take(1)
         attempt.take(100, "stop")
         started_ns = time.thread_time_ns()
-        self.gateway._close(answer, pick, 0, "stop", attempt.num_sends)
+        self.gateway._attempts.close(answer, pick, 0, "stop", attempt.num_sends)
         return pick_s, clock_s, (time.thread_time_ns() - started_ns) / 1e9
 
     def stop(self) -> None:
@@ -182,7 +182,7 @@ class Load:
             needed_tokens=len(request.token_ids) + request.max_tokens,
         )  # fmt: skip
         started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-        pick = _result_of(gateway._placement.pick(answer))
+        pick = gateway._placement.pick(answer)
         ended_cpu_ns, ended_ns = time.thread_time_ns(), time.perf_counter_ns()
         assert pick is not None
         self._open.append((answer, pick))
@@ -224,16 +224,6 @@ def _prompts(args: Args) -> Iterator[tuple[int, ...]]:
     while True:
         own = rng.integers(0, 50_000, args.prompt_tokens).tolist()
         yield tuple((shared[int(rng.integers(NUM_SHARED))] + own)[: args.prompt_tokens])
-
-
-def _result_of(work: Coroutine[Any, Any, T]) -> T:
-    """Run what waits for nothing."""
-    try:
-        work.send(None)
-    except StopIteration as ended:
-        result: T = ended.value
-        return result
-    raise RuntimeError("it waits")
 
 
 def measure(args: Args, num_replicas: int) -> list[Row]:

@@ -177,11 +177,8 @@ class GatewayReplica:
     async def reconfigure(self, address: dict[str, Any]) -> None:
         """Begin to listen; Serve calls this before the replica counts as started.
 
-        Args:
-            address: `host` and `port`.
-
         Raises:
-            OSError: The address cannot be listened on.
+            OSError: The address, `host` and `port`, cannot be listened on.
         """
         if self._held is None:
             await check_no_proxy(address["host"], address["port"])
@@ -296,13 +293,10 @@ class DeciderReplica(GatewayReplica):
         """Hold none: carriers listen."""
 
     def _asked(self, backends: Mapping[str, Backend]) -> Mapping[str, Backend]:
-        return {name: CarriedPool(one) for name, one in backends.items()}
+        return {name: CarriedPool(backend) for name, backend in backends.items()}
 
     async def reconfigure(self, address: dict[str, Any]) -> None:
-        """Begin to listen for carriers, which listen for callers.
-
-        Args:
-            address: `host` and `port` of the carriers.
+        """Begin to listen for carriers, which listen for callers at `host` and `port` of `address`.
 
         Raises:
             OSError: Ray Serve's proxy has the port.

@@ -111,7 +111,7 @@ class PlannedReplicas:
         if plan in self._family:
             return plan.num_replicas
         enough = self._table.goodput_capacity_per_s[self._table.find(plan)]
-        serves = [one for one in self._family if self._goodput_capacity_per_s(one) >= enough]
+        serves = [own for own in self._family if self._goodput_capacity_per_s(own) >= enough]
         return (serves or self._family[-1:])[0].num_replicas
 
     def _goodput_capacity_per_s(self, plan: Plan) -> float:

@@ -19,6 +19,8 @@ from tokenyard.config import FrozenModel, fitted, read_fields
 from tokenyard.routing.fleet import EngineSpeed, IterationSpeed, requests_per_s
 
 MAX_PROMPT_TOKENS = 1 << 20
+_TIERS = frozenset(("auto", "default", "flex", "priority", "scale", "standard", "standard_only"))
+"""OpenAI's and Anthropic's own names, which mean the first class where none has such a name."""
 DEFAULT_TENANT = "default"
 """Tenant of requests that name none of the cluster file."""
 _PASSABLE = re.compile(
@@ -58,11 +60,11 @@ class EndpointProfile(IterationSpeed):
     def completed(self, max_batch: int | None, kv_capacity_tokens: float | None) -> EngineProfile:
         """Fill in what an endpoint says of itself; None: it does not."""
         batch = self.max_batch or max_batch or 256
-        told = {
+        defaults = {
             "max_batch": batch, "token_budget": max(2048, 2 * batch),
             "kv_capacity_tokens": kv_capacity_tokens or 131_072.0,
         }  # fmt: skip
-        return EngineProfile(**told | self.model_dump(exclude_none=True))
+        return EngineProfile(**defaults | self.model_dump(exclude_none=True))
 
 
 class Deadlines(FrozenModel):
@@ -193,7 +195,24 @@ class PlanMessage(FrozenModel):
     """Most sequences that a replica decodes at once; None: likewise."""
 
 
-class AllocatedPool(FrozenModel):
+class ReshapingLimits(FrozenModel):
+    """What no policy may pass when it reshapes a pool, besides the limits of its scenario."""
+
+    min_replicas: Annotated[int, Field(ge=0)] = 1
+    """Replicas that stay ready during a change; 0 lets service pause while requests wait."""
+    cooldown_slots: Annotated[int, Field(ge=0)] = 1
+    """Slots after a change in which the policy makes no other."""
+    shrink_after_s: Annotated[float, Field(ge=0)] = 600.0
+    """Time after a growth in which the policy takes nothing back, in the scenario's time: a load
+    that wavers around a step turns the pool once in that time, not in every slot."""
+    change_timeout_s: Annotated[float, Field(gt=0)] = 900.0
+    """After so long a change is given up, and the plan before it restored. Where that takes as
+    long, or the start does, it goes on, and another plan may be asked for."""
+    dry_run: bool = False
+    """Only say what would be done."""
+
+
+class AllocatedPool(ReshapingLimits):
     """A pool whose plan, what its replicas look like and how many there are, a policy decides."""
 
     scenario: str
@@ -207,16 +226,6 @@ class AllocatedPool(FrozenModel):
     name."""
     start: PlanMessage | None = None
     """Plan of the beginning; None: the cheapest that serves half of what the pool can."""
-    min_replicas: Annotated[int, Field(ge=0)] = 1
-    """Replicas that stay ready during a change; 0 lets service pause while requests wait."""
-    cooldown_slots: Annotated[int, Field(ge=0)] = 1
-    """Slots after a change in which the policy makes no other."""
-    shrink_after_s: Annotated[float, Field(ge=0)] = 600.0
-    """Time after a growth in which the policy takes nothing back, in the scenario's time."""
-    change_timeout_s: Annotated[float, Field(gt=0)] = 900.0
-    """After so long a change is given up, and the plan before it restored."""
-    dry_run: bool = False
-    """Only say what would be done."""
 
     @model_validator(mode="after")
     def _takes_what_the_plan_says(self) -> Self:
@@ -462,7 +471,7 @@ class Cluster(FrozenModel):
             raise ValueError(f"no pool serves served_model {self.served_model!r}")
         for name in names:
             own = (*self.own_pools, *self.templates)
-            models = {one.config.model for one in own if self.model_of(one) == name}
+            models = {pool.config.model for pool in own if self.model_of(pool) == name}
             if len(models) > 1:
                 raise ValueError(
                     f"pools serve different models {sorted(models)} as {name!r}; give one to all, "
@@ -480,6 +489,13 @@ class Cluster(FrozenModel):
         """Name by which callers ask for what a pool serves."""
         return pool.served_model or self.served_model
 
+    def service_class(self, name: str | None) -> SloClass | None:
+        """Return the class of that name, the first for None; None: there is none."""
+        if not name:
+            return self.classes[0]
+        named = next((each for each in self.classes if each.name == name), None)
+        return self.classes[0] if named is None and name in _TIERS else named
+
     def tenant_named(self, name: str | None) -> str:
         """Return the tenant that requests of that name are for; empty: there are no tenants."""
         if not self.tenants:
@@ -490,7 +506,7 @@ class Cluster(FrozenModel):
         """Return the share of the service that a tenant is entitled to, in (0, 1]."""
         if not self.tenants:
             return 1.0
-        weights = {one: has.weight for one, has in self.tenants.items()}
+        weights = {tenant: settings.weight for tenant, settings in self.tenants.items()}
         return min(weights.get(name, TenantSettings().weight) / sum(weights.values()), 1.0)
 
     @property

@@ -98,18 +98,17 @@ _NEVER = ("0.0.0.0", "169.254.0.0/16", "224.0.0.0/4", "::", "fe80::/10", "ff00::
 
 
 def is_allowed(host: str, allowed: Sequence[str]) -> bool:
-    """Whether an endpoint that comes at run time may be on a host.
+    """Whether an endpoint that comes at run time may be on a host, a name or an address.
 
-    Args:
-        host: Name or address, in small letters.
-        allowed: Patterns; none: all but link-local, multicast and unspecified addresses.
+    Without patterns all are allowed but link-local, multicast and unspecified addresses.
     """
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return not allowed or any(fnmatchcase(host, one) for one in allowed)
+        return not allowed or any(fnmatchcase(host, pattern) for pattern in allowed)
     address = getattr(address, "ipv4_mapped", None) or address
-    is_in = any(address in one for one in map(_network, allowed or _NEVER) if one is not None)
+    networks = filter(None, map(_network, allowed or _NEVER))
+    is_in = any(address in network for network in networks)
     return is_in == bool(allowed)
 
 

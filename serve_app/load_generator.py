@@ -195,7 +195,10 @@ class EventReader:
         if event.get("error"):
             error = event["error"]
             raise ServerError(str(error.get("message") if isinstance(error, dict) else error))
-        if any(one.get("text") or one.get("finish_reason") for one in event.get("choices") or ()):
+        if any(
+            choice.get("text") or choice.get("finish_reason")
+            for choice in event.get("choices") or ()
+        ):
             self._begin(now_s)
         self.usage = event.get("usage") or self.usage
 
@@ -371,18 +374,18 @@ _SUMS = ("requests", "completed", "failed")
 
 
 def make_rows(
-    found: Mapping[str, Sequence[dict[str, float] | None]], baseline: str, name: str
+    runs_by_policy: Mapping[str, Sequence[dict[str, float] | None]], baseline: str, name: str
 ) -> list[dict[str, Any]]:
     """One row per policy: means over its repeats, and paired differences to the baseline.
 
     A repeat that is None or missing is left out, and so is what it would be paired with.
     """
     rows = []
-    for policy, repeats in found.items():
+    for policy, repeats in runs_by_policy.items():
         runs = [run for run in repeats if run is not None]
         if not runs:
             continue
-        both = [(x, y) for x, y in zip(repeats, found[baseline], strict=False) if x and y]
+        both = [(x, y) for x, y in zip(repeats, runs_by_policy[baseline], strict=False) if x and y]
         row: dict[str, Any] = {"policy": policy, "trace": name, "repeats": len(runs)}
         for key in runs[0]:
             values = _values(runs, key)

@@ -49,8 +49,8 @@ class ModelCatalog:
 
     def refusal(self, name: str) -> str:
         """Say that a model is not served."""
-        known = ", ".join(map(repr, self.models))
-        return f"model {name!r} is not served here; {known} {_are(len(self.models))}"
+        names = ", ".join(map(repr, self.models))
+        return f"model {name!r} is not served here; {names} {_are(len(self.models))}"
 
 
 def _are(number: int) -> str:
@@ -63,11 +63,11 @@ def _served(cluster: Cluster, name: str, parent: str | None) -> ServedModel:
             return cluster.model_of(pool) == name
         return isinstance(pool, ExternalPool) and name in pool.loras
 
-    pools = [one for one in (*cluster.pools, *cluster.templates) if serves(one)]
-    own = tuple(one for one in pools if isinstance(one, Pool))
+    pools = [pool for pool in (*cluster.pools, *cluster.templates) if serves(pool)]
+    own = tuple(pool for pool in pools if isinstance(pool, Pool))
     return ServedModel(
         name, parent, own, len(own) < len(pools),
-        frozenset(one.name for one in cluster.pools if not serves(one)),
+        frozenset(pool.name for pool in cluster.pools if not serves(pool)),
         not cluster.templates or any(map(serves, cluster.templates)),
-        frozenset(one.name for one in cluster.pools),
+        frozenset(pool.name for pool in cluster.pools),
     )  # fmt: skip

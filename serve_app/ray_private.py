@@ -112,5 +112,5 @@ def put_value(key: bytes, value: str) -> None:
 
 def get_value(key: bytes) -> bytes | None:
     """Return what is kept under a key; None: nothing."""
-    found: bytes | None = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
-    return found
+    value: bytes | None = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+    return value

@@ -76,13 +76,13 @@ class ChosenReplicaRouter(RequestRouter):
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        ((*found,),) = await self.choose_replicas(self._replicas_list, pending_request)
+        ((*candidates,),) = await self.choose_replicas(self._replicas_list, pending_request)
         chosen = pending_request.kwargs["replica_id"]
-        if not found:
+        if not candidates:
             raise ReplicaFailed(f"replica {chosen} is gone")
         if is_retry:
             raise ReplicaFull(f"replica {chosen} takes no more requests for now")
-        return found[0]
+        return candidates[0]
 
 
 class PolicyRequestRouter(FIFOMixin, RequestRouter):
@@ -104,15 +104,9 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         profile: Mapping[str, Any] | None = None,
         circuit_breaker: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make the policy.
+        """Make the policy, with settings as `serve_app.cluster.Cluster` has them.
 
-        Args:
-            policy: As in `serve_app.cluster.Cluster`, without `ray_default`.
-            scenario: Likewise.
-            baseline: Likewise.
-            explore_fraction: Likewise.
-            profile: Speed of replicas that publish none, fields of `EngineProfile`.
-            circuit_breaker: Fields of `serve_app.cluster.CircuitBreakerSettings`.
+        `profile` is the speed of replicas that publish none, fields of `EngineProfile`.
 
         Raises:
             ValueError: One of them is not what it should be.

@@ -31,12 +31,9 @@ class WatchedFile(Generic[T]):
     ) -> None:  # fmt: skip
         """Name it; nothing is read yet, since it may be another machine's.
 
-        Args:
-            path: The file.
-            what: It holds, as messages call it.
-            value: What counts before it is read.
-            read: Reads it; a ValueError says why it cannot be used.
-            difference: Says how a value differs from the one before.
+        `what` is what messages call its contents, and `value` counts before they are read. A
+        ValueError of `read` says why it cannot be used. `difference` compares a value with the one
+        before.
         """
         self.path, self.value = path, value
         self.problem: str | None = None
@@ -44,7 +41,7 @@ class WatchedFile(Generic[T]):
         self.difference = ""
         """What the last reading has changed."""
         self._what, self._read, self._compare = what, read, difference
-        self._seen: tuple[int, ...] | None = None
+        self._seen: object = None
 
     def open(self) -> None:
         """Read it for the first time.
@@ -52,8 +49,12 @@ class WatchedFile(Generic[T]):
         Raises:
             ValueError: It cannot be used.
         """
-        self._seen = identity_of(self.path)
+        self._seen = self._identity()
         self.value = self._read(self.path)
+
+    def _identity(self) -> object:
+        """What changes with the file; None: it is not there."""
+        return identity_of(self.path)
 
     def reload(self) -> bool:
         """Read it again if it is another than before; return whether there is news.
@@ -61,27 +62,23 @@ class WatchedFile(Generic[T]):
         One that cannot be used changes nothing but `problem`. It is read until it can be: what was
         in the way may go, and leave the file as it is.
         """
-        seen, before = identity_of(self.path), self.value
+        seen, before = self._identity(), self.value
         if seen is not None and seen == self._seen and self.problem is None:
             return False
         try:
             self.value = self._read(self.path)
         except ValueError as error:
-            told, self.problem = self.problem, str(error)
-            if self.problem != told:
+            last, self.problem = self.problem, str(error)
+            if self.problem != last:
                 logger.error("%s; the %s from before still count", error, self._what)
-            return self.problem != told
+            return self.problem != last
         self._seen, self.problem = seen, None
         self.difference = self._compare(before, self.value)
         logger.info("%s read from %s: %s", self._what, self.path, self.difference)
         return True
 
     async def watch(self, on_change: Callable[[], None] | None = None) -> None:
-        """Look every second whether it has changed, without end.
-
-        Args:
-            on_change: Called after it was read again, or could not be.
-        """
+        """Look every second, without end, whether it has changed; `on_change` is then called."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             # In a thread: much takes a while to read.
@@ -120,7 +117,7 @@ def read_message(path: Path, model: type[_Message], what: str) -> _Message:
 def identity_of(path: Path) -> tuple[int, ...] | None:
     """What changes with a file; None: it is not there."""
     try:
-        known = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return known.st_mtime_ns, known.st_size, known.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -23,23 +23,17 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from serve_app.allocation.plans import (
-    BUILT_IN,
-    PlanOrigin,
-    cheapest_for,
-    format_plan,
-    modelled,
-    plan_of,
-)
+from serve_app.allocation.plan_limits import PlanLimits
+from serve_app.allocation.plans import BUILT_IN, PlanOrigin, format_plan, modelled, plan_of
 from serve_app.allocation.transition import (
     Held,
     Shape,
     gpus_held,
     is_done,
-    is_reachable,
     next_wanted,
     shape_of,
 )
+from serve_app.cluster import ReshapingLimits
 from serve_app.gateway.clocks import steady_unix_s
 from tokenyard.allocation.dynamics import NUM_OUT, USD, VIOLATIONS, make_model, run_slot
 from tokenyard.allocation.forecast import history_slots
@@ -63,7 +57,6 @@ _TICK_S = 0.5
 _STEADY_SLOTS = 600
 """Latest slots that the rate of the moment may be the mean of."""
 _HISTORY_CHANGES = 200
-_FOREVER_SLOTS = 1_000_000
 
 
 class PoolControl(Protocol):
@@ -71,27 +64,21 @@ class PoolControl(Protocol):
 
     async def observe(self) -> dict[Shape, Held]:
         """Return every shape of which there is or should be a replica."""
-        ...
 
     async def want(self, shape: Shape, count: int) -> None:
         """Ask for so many replicas of a shape; returns before they are there."""
-        ...
 
     async def limit_batch(self, shape: Shape, max_batch: int) -> bool:
         """Let replicas of a shape run so many sequences at once; False while some do not yet."""
-        ...
 
     def num_offered(self) -> int:
         """Requests that have ever asked to be let in."""
-        ...
 
     def num_waiting(self) -> int:
         """Requests that wait now."""
-        ...
 
     def record(self, slot: SlotRecord) -> None:
         """Keep what is known of a slot that is over; called in a thread."""
-        ...
 
 
 @dataclass
@@ -110,28 +97,6 @@ class Change:
     all of them do; `done`, the old ones have answered what they had begun and are gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class AllocatorSettings:
-    """What no policy may pass, besides the scenario's own budget and hysteresis; and the start."""
-
-    min_replicas: int = 1
-    """Replicas that stay ready during a change; 0 lets service pause, requests wait."""
-    cooldown_slots: int = 0
-    """Slots after a change in which no other is made."""
-    shrink_after_s: float = 600.0
-    """Time after a growth in which the policy takes nothing back, seconds of the scenario's time:
-    a load that wavers around a step turns the pool once in that time, not in every slot."""
-    change_timeout_s: float = 900.0
-    """After so long a change is given up, and the old plan restored. Where that takes as long, or
-    the start does, it goes on, and another plan may be asked for."""
-    start: Plan | None = None
-    """Plan of the beginning; None: the cheapest that serves half of what the pool can."""
-    time_scale: float = 1.0
-    """Seconds of real time per second of the scenario."""
-    dry_run: bool = False
-    """Only say what would be done."""
-
-
 class Allocator:
     """Decides and reshapes; not thread-safe, one event loop runs it."""
 
@@ -141,28 +106,29 @@ class Allocator:
         policy_name: str,
         policy: AllocationPolicy,
         pool: PoolControl,
-        settings: AllocatorSettings = AllocatorSettings(),
+        settings: ReshapingLimits,
+        start: Plan | None = None,
+        time_scale: float = 1.0,
         clock_s: Callable[[], float] = steady_unix_s,
         origin: PlanOrigin = BUILT_IN,
     ) -> None:
         """Take everything; nothing is started before `run`.
 
-        Args:
-            scenario: Plans, SLOs, prices and limits.
-            policy_name: What the policy was asked for by.
-            policy: Decides.
-            pool: Carries out.
-            settings: What no policy may pass, and the plan of the beginning.
-            clock_s: Unix time, which does not go back; seconds.
-            origin: Where the policy comes from.
+        `start` is the first plan; None: the cheapest that serves half of what the pool can.
+        `time_scale` is seconds of real time per second of the scenario, and `clock_s` Unix time
+        that does not go back, seconds.
         """
         self.scenario, self.settings, self.dry_run = scenario, settings, settings.dry_run
-        self.slot_s = scenario.slot_s * settings.time_scale
+        self.slot_s = scenario.slot_s * time_scale
         self.table: PlanTable = plan_table(scenario)
         self.budget = scenario.num_gpus
         self.policy_name, self.origin = policy_name, origin
         self.fallbacks: Counter[str] = Counter()
-        self.plan = settings.start or self._start()
+        self._clock_s = clock_s
+        # What is known of a part of a slot says little of demand: counting begins with the next.
+        first_slot = math.ceil(clock_s() / self.slot_s)
+        self.limits = PlanLimits(scenario, self.table, settings, first_slot)
+        self.plan = start or self.limits.start()
         """In force, or about to be."""
         self.proposed = self.plan
         """What the policy asked for last."""
@@ -176,32 +142,15 @@ class Allocator:
         context = AllocationContext(scenario, np.random.default_rng())
         self._policy, self._stand_in = policy, make_allocation_policy(STAND_IN, context)
         self._hangs = False
-        self._pool, self._clock_s = pool, clock_s
+        self._pool = pool
         self._model = make_model(scenario)
         self._out = np.zeros(NUM_OUT)
         self._change: Change | None = None
         self._limited = True
         """Whether all replicas of the plan run as many sequences at once as it says."""
         self._began_s = 0.0
-        self._since_slots = _FOREVER_SLOTS
-        self._grown_slot = -_FOREVER_SLOTS
         self._requests: deque[float] = deque(maxlen=_STEADY_SLOTS)
         self._offered_before = pool.num_offered()
-        # What is known of a part of a slot says little of demand: counting begins with the next.
-        self._slot = math.ceil(self._clock_s() / self.slot_s)
-        self._switches: Counter[int] = Counter()
-
-    def _start(self) -> Plan:
-        """The cheapest plan that serves half of what the pool can, and that can be left again."""
-        table = self.table
-        smallest = table.plans[min(table.best_memory, key=lambda i: float(table.usd_per_hour[i]))]
-        minimum = self.settings.min_replicas
-        plans = [
-            i
-            for i in table.best_memory
-            if is_reachable(table.plans[i], smallest, self.budget, minimum)
-        ]
-        return cheapest_for(table, 0.5 * table.pool_goodput_capacity_per_s, plans)
 
     async def run(self) -> None:
         """Begin with the plan of the start, or what a former run has left; then go on for ever."""
@@ -219,8 +168,7 @@ class Allocator:
 
     async def _begin_anew(self) -> None:
         self.held = await self._pool.observe()
-        found = plan_of(self.table, self.held)
-        old = self.plan if found is None else found
+        old = plan_of(self.table, self.held) or self.plan
         if not self.by_hand:
             self.plan = self.proposed = old
         why = "it was set by hand before" if self.by_hand else "the plan of the start"
@@ -229,15 +177,16 @@ class Allocator:
     async def tick(self) -> None:
         """Look, decide where a slot is over, and take the next step towards the plan."""
         self.held = await self._pool.observe()
-        if self._slot_now() < self._slot:
+        if self._slot_now() < self.limits.slot:
             self._offered_before = self._pool.num_offered()
-        elif self._slot_now() > self._slot:
+        elif self._slot_now() > self.limits.slot:
             await self._close_slot()
         shape, count = shape_of(self.plan), self.plan.num_replicas
         minimum = min(self.settings.min_replicas, count)
-        for one, wanted in next_wanted(self.held, shape, count, self.budget, minimum).items():
-            if wanted != self.held.get(one, Held()).wanted:
-                await self._pool.want(one, wanted)
+        counts = next_wanted(self.held, shape, count, self.budget, minimum)
+        for other, wanted in counts.items():
+            if wanted != self.held.get(other, Held()).wanted:
+                await self._pool.want(other, wanted)
         self._limited = await self._pool.limit_batch(shape, self.plan.max_batch)
         self._keep_time()
 
@@ -267,10 +216,7 @@ class Allocator:
         return {
             "plan": asdict(self.plan) if self.by_hand else None,
             "dry_run": self.dry_run if self.dry_run != self.settings.dry_run else None,
-            "slot": self._slot,
-            "since_slots": self._since_slots,
-            "grown_slot": self._grown_slot,
-            "switches": [list(item) for item in self._switches.items()],
+            **self.limits.saved(),
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -281,11 +227,7 @@ class Allocator:
         """
         if saved["dry_run"] is not None:
             self.dry_run = bool(saved["dry_run"])
-        # State files of earlier releases have none, and those of shorter slots a later one.
-        if "slot" in saved and self._slot >= int(saved["slot"]):
-            self._since_slots = int(saved["since_slots"]) + self._slot - int(saved["slot"])
-            self._grown_slot = int(saved["grown_slot"])
-            self._switches = Counter({int(one): int(n) for one, n in saved["switches"]})
+        self.limits.restore(saved)
         if saved["plan"] is not None:
             plan = Plan(**saved["plan"])
             self.table.find(plan)
@@ -303,23 +245,9 @@ class Allocator:
         return gpus_held(self.held)
 
     @property
-    def switches_left(self) -> int | None:
-        """Changes that the scenario's budget still allows in this period; None: any number."""
-        budget = self.scenario.switch_budget
-        if budget is None:
-            return None
-        return max(budget.switches - self._switches[self._slot // budget.period_slots], 0)
-
-    @property
     def may_switch(self) -> bool:
         """Whether the policy may ask for another plan now."""
-        kept = max(self.scenario.hysteresis_slots, self.settings.cooldown_slots)
-        return (
-            self._since_slots >= kept
-            and self.switches_left != 0
-            and not self.is_changing
-            and not self.by_hand
-        )
+        return self.limits.may_switch and not self.is_changing and not self.by_hand
 
     def predicted(self, plan: Plan, demand_per_s: float) -> tuple[float, float]:
         """What a slot of that demand costs under a plan in force.
@@ -330,11 +258,6 @@ class Allocator:
         i = self.table.find(plan)
         run_slot(self._model, i, i, demand_per_s, 0.0, self._out)
         return float(self._out[USD]), float(self._out[VIOLATIONS])
-
-    @property
-    def _budget_left(self) -> float:
-        budget, left = self.scenario.switch_budget, self.switches_left
-        return 1.0 if budget is None or left is None else left / max(budget.switches, 1)
 
     async def _write(self, first_slot: int, num_slots: int) -> None:
         demand = self.demand_per_s[-1]
@@ -355,19 +278,19 @@ class Allocator:
     async def _close_slot(self) -> None:
         """Sum up the demand of the slots that are over, and decide."""
         now, offered = self._slot_now(), self._pool.num_offered()
-        slots = now - self._slot
+        slots = now - self.limits.slot
         requests = max(offered - self._offered_before, 0) / slots
         self._requests.extend([requests] * min(slots, _STEADY_SLOTS))
         # In the scenario's time everything is `time_scale` times faster.
         self.demand_per_s.extend([requests / self.scenario.slot_s] * min(slots, self._history))
-        self._offered_before, self._slot = offered, now
-        self._since_slots += slots
+        self._offered_before = offered
+        self.limits.advance(now)
         wanted, by = await self._decide()
         self.proposed = wanted
         await self._write(now - slots, min(slots, self._history))
         if wanted == self.plan or self.by_hand:
             return
-        plan = self._attainable(wanted)
+        plan = self.limits.attainable(self.plan, wanted)
         self.reason = self._why(plan)
         if plan != wanted:
             self.reason += (
@@ -386,20 +309,20 @@ class Allocator:
         demand_per_s = list(self.demand_per_s)
         demand_per_s[-1] = steady(self._requests) / self.scenario.slot_s
         state = AllocationState(
-            time_s=self._slot * self.scenario.slot_s,
+            time_s=self.limits.slot * self.scenario.slot_s,
             plan=self.plan,
             demand_per_s=tuple(demand_per_s),
             backlog_requests=float(self._pool.num_waiting()),
-            slots_since_switch=self._since_slots,
-            switches_left=self.switches_left,
+            slots_since_switch=self.limits.since_slots,
+            switches_left=self.limits.switches_left,
             may_switch=self.may_switch,
-            budget_left=self._budget_left,
+            budget_left=self.limits.budget_left,
             measured=modelled(self._model, self.table.find(self.plan), demand_per_s[-1]),
         )
         if not self._hangs:
             try:
-                asked = asyncio.to_thread(self._policy.allocate, state)
-                plan = await asyncio.wait_for(asked, _DECIDE_S)
+                deciding = asyncio.to_thread(self._policy.allocate, state)
+                plan = await asyncio.wait_for(deciding, _DECIDE_S)
                 self.table.find(plan)
                 return plan, "policy"
             except TimeoutError:
@@ -413,47 +336,12 @@ class Allocator:
             self.fallbacks["breaker_open"] += 1
         return self._stand_in.allocate(state), "stand_in"
 
-    def _attainable(self, wanted: Plan) -> Plan:
-        """The plan that was asked for, or what comes closest of those that can be left again.
-
-        One replica on all GPUs is a trap: nothing can start beside it, and it may not stop before.
-        """
-        if self._is_round_trip(wanted):
-            return wanted
-        table = self.table
-        serves = {table.plans[i]: float(table.goodput_capacity_per_s[i]) for i in table.best_memory}
-        plans = [plan for plan in serves if plan == self.plan or self._is_round_trip(plan)]
-        least = float(table.goodput_capacity_per_s[table.find(wanted)])
-        enough = [plan for plan in plans if serves[plan] >= least]
-        if enough:
-            return min(enough, key=lambda plan: (plan.num_gpus, plan != self.plan))
-        return max(plans or [self.plan], key=lambda plan: serves.get(plan, 0.0))
-
-    def _is_round_trip(self, plan: Plan) -> bool:
-        minimum = self.settings.min_replicas
-        return is_reachable(self.plan, plan, self.budget, minimum) and is_reachable(
-            plan, self.plan, self.budget, minimum
-        )
-
     def _refusal(self, plan: Plan, by_hand: bool = False) -> str | None:
         """Why a plan cannot be taken now."""
         if self.is_changing:
             return "a change is on its way"
-        if not by_hand and not self.may_switch:
-            return "switch budget, hysteresis or cooldown forbid it"
-        settling = (self._slot - self._grown_slot) * self.scenario.slot_s
-        if not by_hand and not self._is_growth(plan) and settling < self.settings.shrink_after_s:
-            return f"the pool grew {settling:.0f} s ago: nothing is taken back so soon"
-        if not is_reachable(self.plan, plan, self.budget, self.settings.min_replicas):
-            return (
-                f"{format_plan(plan)} cannot be reached from {format_plan(self.plan)} within "
-                f"{self.budget} GPUs while {self.settings.min_replicas} replicas serve"
-            )
-        return None
-
-    def _is_growth(self, plan: Plan) -> bool:
-        serves = self.table.goodput_capacity_per_s
-        return bool(serves[self.table.find(plan)] > serves[self.table.find(self.plan)])
+        too_soon = None if by_hand else self.limits.too_soon(self.plan, plan)
+        return too_soon or self.limits.out_of_reach(self.plan, plan)
 
     def _why(self, plan: Plan) -> str:
         demand = self.demand_per_s[-1]
@@ -476,14 +364,8 @@ class Allocator:
         self._change = Change(self._clock_s(), by, old, new, reason, "under way")
         self.changes.append(self._change)
         self._began_s = time.monotonic()
-        if self._is_growth(new):
-            self._grown_slot = self._slot
+        self.limits.note(old, new)
         self.plan, self.reason = new, reason
-        if old != new:
-            self._since_slots = 0
-            budget = self.scenario.switch_budget
-            if budget is not None:
-                self._switches[self._slot // budget.period_slots] += 1
         logger.info("allocation: %s to %s: %s", format_plan(old), format_plan(new), reason)
 
     def _keep_time(self) -> None:

@@ -144,10 +144,7 @@ def start_of(allocation: AllocatedPool, scenario: AllocationScenario) -> Plan | 
 def cheapest_for(table: PlanTable, demand_per_s: float, among: Sequence[int] | None = None) -> Plan:
     """The cheapest plan whose goodput capacity covers a demand; the strongest, where none does.
 
-    Args:
-        table: The plans.
-        demand_per_s: Requests per second.
-        among: Plans to choose from; None: the best memory of every shape.
+    Only plans `among` these numbers count; None: the best memory of every shape.
     """
     plans = table.best_memory if among is None else among
     enough = [i for i in plans if table.goodput_capacity_per_s[i] >= demand_per_s]
@@ -158,10 +155,10 @@ def cheapest_for(table: PlanTable, demand_per_s: float, among: Sequence[int] | N
 
 def plan_of(table: PlanTable, held: Mapping[Shape, Held]) -> Plan | None:
     """The feasible plan that replicas which are there come closest to; None: there are none."""
-    serving = {shape: one.wanted for shape, one in held.items() if one.wanted}
+    serving = {shape: replicas.wanted for shape, replicas in held.items() if replicas.wanted}
     if not serving:
         return None
-    shape = max(serving, key=lambda one: (serving[one] * one.num_gpus, one))
+    shape = max(serving, key=lambda other: (serving[other] * other.num_gpus, other))
     alike = [plan for plan in table.plans if shape_of(plan) == shape]
     if not alike:
         return None

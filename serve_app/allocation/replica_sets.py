@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve import Application
 
 from serve_app import ray_private
-from serve_app.allocation.allocator import Allocator, AllocatorSettings
+from serve_app.allocation.allocator import Allocator
 from serve_app.allocation.plans import check_allocation, load_plan_policy, start_of
 from serve_app.allocation.transition import Held, Shape
 from serve_app.cluster import AllocatedPool, Cluster, Pool
@@ -47,15 +47,10 @@ class ServeReplicaSets:
         bind: BindPool,
         log: Path | None = None,
     ) -> None:
-        """Know what a replica is; nothing is asked of Serve before `observe`.
+        """Take what a replica is; nothing is asked of Serve before `observe`.
 
-        Args:
-            prefix: Of the names of the applications that it starts.
-            allocation: The pool.
-            gateway: Whose demand counts.
-            backends: The gateway's; pools are added and taken away.
-            bind: Makes Ray Serve's application of a pool.
-            log: Folder that gets a line per slot (`tokenyard.allocation.telemetry`); None: no log.
+        `prefix` begins the names of its applications. `log` is a folder that gets a line per slot
+        (`tokenyard.allocation.telemetry`); None: no log.
         """
         self._template = allocation.template
         self._prefix = f"{prefix}-{self._template.name}-"
@@ -93,9 +88,10 @@ class ServeReplicaSets:
             for deployment in status.deployments.values():
                 for state, count in deployment.replica_states.items():
                     states[str(getattr(state, "value", state))] = count
-            ready = sum(states.get(one, 0) for one in _READY)
-            starting = sum(states.get(one, 0) for one in _STARTING)
-            stopping = sum(states.get(one, 0) for one in _STOPPING)
+            ready, starting, stopping = (
+                sum(states.get(state, 0) for state in kind)
+                for kind in (_READY, _STARTING, _STOPPING)
+            )
             deleted = status.status == "DELETING"
             if deleted:
                 # Serve tells no more of its replicas, which answer what they have begun and hold
@@ -104,8 +100,7 @@ class ServeReplicaSets:
             else:
                 self._alive[shape] = ready + starting + stopping
             # After a restart of the gateway what is there counts as asked for, and replicas come.
-            found = 0 if deleted else max(ready + starting, 1)
-            wanted = self._wanted.setdefault(shape, found)
+            wanted = self._wanted.setdefault(shape, 0 if deleted else max(ready + starting, 1))
             held[shape] = Held(wanted, ready, starting, stopping)
             if shape not in self._known and status.deployments and not deleted:
                 self._known.add(shape)
@@ -113,7 +108,7 @@ class ServeReplicaSets:
                 get = serve.get_deployment_handle
                 handle = await asyncio.to_thread(get, pool.name, name)
                 self._backends[pool.name] = ServeBackend(pool, handle)
-        for shape in [one for one in self._wanted if one not in held]:
+        for shape in [shape for shape in self._wanted if shape not in held]:
             if self._wanted[shape]:
                 # Asked for, and Serve has not begun.
                 held[shape] = Held(self._wanted[shape])
@@ -183,13 +178,7 @@ def make_allocator(
 ) -> Allocator | None:
     """Make the allocator of a gateway; None: its cluster has no allocated pool.
 
-    Args:
-        prefix: As for `ServeReplicaSets`, like what follows.
-        gateway: Whose demand counts.
-        backends: The gateway's.
-        bind: Makes Ray Serve's application of a pool.
-        registry: MLflow URI where champions are looked up.
-        log: Folder that gets a line per slot.
+    The arguments are those of `ServeReplicaSets`, and the MLflow URI where champions are found.
 
     Raises:
         ValueError: As `check_allocation`.
@@ -198,18 +187,12 @@ def make_allocator(
     if allocation is None:
         return None
     scenario = check_allocation(allocation, registry)
-    settings = AllocatorSettings(
-        min_replicas=allocation.min_replicas,
-        cooldown_slots=allocation.cooldown_slots,
-        shrink_after_s=allocation.shrink_after_s,
-        change_timeout_s=allocation.change_timeout_s,
-        start=start_of(allocation, scenario),
-        time_scale=allocation.time_scale,
-        dry_run=allocation.dry_run,
-    )
     policy, origin = load_plan_policy(allocation.policy, scenario, registry, may_ship=True)
     pool = ServeReplicaSets(prefix, allocation, gateway, backends, bind, log)
-    return Allocator(scenario, allocation.policy, policy, pool, settings, origin=origin)
+    return Allocator(
+        scenario, allocation.policy, policy, pool, allocation, start_of(allocation, scenario),
+        allocation.time_scale, origin=origin,
+    )  # fmt: skip
 
 
 def pool_of(template: Pool, shape: Shape) -> Pool:

@@ -65,12 +65,12 @@ class Held:
 
 def gpus_held(held: Mapping[Shape, Held]) -> int:
     """GPUs that are taken now."""
-    return sum(one.num_alive * shape.num_gpus for shape, one in held.items())
+    return sum(replicas.num_alive * shape.num_gpus for shape, replicas in held.items())
 
 
 def is_done(held: Mapping[Shape, Held], target: Shape, count: int) -> bool:
     """Whether nothing but the target is left."""
-    others = (one for shape, one in held.items() if shape != target)
+    others = (replicas for shape, replicas in held.items() if shape != target)
     here = held.get(target, Held())
     return here == Held(wanted=count, ready=count) and not any(other.num_alive for other in others)
 
@@ -87,7 +87,7 @@ def next_wanted(
         budget: GPUs that may be held at any moment.
         minimum: Replicas that stay ready, as far as there are so many now; 0 lets service pause.
     """
-    wanted = {shape: one.wanted for shape, one in held.items()} | {
+    wanted = {shape: replicas.wanted for shape, replicas in held.items()} | {
         target: held.get(target, Held()).wanted
     }
     here = held.get(target, Held())
@@ -101,11 +101,11 @@ def next_wanted(
     if here.wanted < count and room > 0:
         wanted[target] = min(count, here.wanted + room)
         return wanted
-    others = {shape: one for shape, one in held.items() if shape != target}
+    others = {shape: replicas for shape, replicas in held.items() if shape != target}
     if here.wanted < count and any(other.wanted > other.ready for other in others.values()):
         # What starts elsewhere serves nobody, and may never be ready.
-        return wanted | {shape: one.num_serving for shape, one in others.items()}
-    moving = any(one.num_alive != one.ready or one.wanted != one.ready for one in held.values())
+        return wanted | {shape: replicas.num_serving for shape, replicas in others.items()}
+    moving = any(not r.num_alive == r.wanted == r.ready for r in held.values())
     if here.wanted < count and not moving:
         _make_room(wanted, held, target, count, budget, minimum)
     return wanted
@@ -121,8 +121,8 @@ def _make_room(
 ) -> None:
     """Ask for fewer of the others, at most half: the other half serves until new ones are ready."""
     missing = (count - wanted[target]) * target.num_gpus - (budget - gpus_held(held))
-    serving = sum(one.num_serving for one in held.values())
-    others = [shape for shape, one in held.items() if shape != target and one.num_serving]
+    serving = sum(replicas.num_serving for replicas in held.values())
+    others = [shape for shape, replicas in held.items() if shape != target and replicas.num_serving]
     gpus = sum(held[shape].num_serving * shape.num_gpus for shape in others)
     least = target.num_gpus - (budget - gpus_held(held))
     freed = 0
@@ -144,5 +144,5 @@ def is_reachable(now: Plan, target: Plan, budget: int, minimum: int) -> bool:
         if is_done(held, shape, count):
             return True
         wanted = next_wanted(held, shape, count, budget, min(minimum, now.num_replicas))
-        held = {one: Held(wanted=number, ready=number) for one, number in wanted.items() if number}
+        held = {other: Held(wanted=n, ready=n) for other, n in wanted.items() if n}
     return is_done(held, shape, count)

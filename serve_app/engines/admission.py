@@ -27,12 +27,7 @@ class Admission:
         """Why nothing is accepted; None: it is."""
 
     def open(self, max_request_tokens: int, vocab_size: int) -> None:
-        """Accept requests.
-
-        Args:
-            max_request_tokens: That prompt and output may have together.
-            vocab_size: Token ids are below it.
-        """
+        """Accept requests of so many tokens, prompt and output together."""
         self._max_request_tokens = max_request_tokens
         self._vocab_size = vocab_size
         self.closed = None
@@ -46,12 +41,8 @@ class Admission:
     ) -> None:
         """Check one more request.
 
-        Args:
-            name: Of the request.
-            token_ids: Of its prompt.
-            sampling: Asked for.
-            num_running: How many are running where others wait for them to end: memory may hold
-                fewer than a full batch. None where nobody waits.
+        `num_running` is how many run while others wait for them, since memory may hold fewer than a
+        full batch; None: nobody waits.
 
         Raises:
             InvalidRequest: It is too long, or makes no sense.
@@ -98,12 +89,6 @@ class BatchLimit:
     """
 
     def __init__(self, highest: int, clock_s: Callable[[], float] = time.time) -> None:
-        """Hold nobody back.
-
-        Args:
-            highest: The engine's own limit.
-            clock_s: Unix time, seconds.
-        """
         self._highest = self.limit = highest
         self._num_inside = 0
         self._waiting: WaitingLine[asyncio.Future[None]] = WaitingLine()
@@ -123,8 +108,7 @@ class BatchLimit:
     async def enter(self, order_key: OrderKey | None = None) -> None:
         """Return once there is room; every call that returned is followed by a `leave`.
 
-        Args:
-            order_key: Place among those that wait, lower first, Unix time, seconds; None: now.
+        Those that wait go in by their order keys; None: the time now.
         """
         if not self._waiting and self._has_room():
             self._num_inside += 1
@@ -167,13 +151,7 @@ class BatchLimit:
 def check_request(
     token_ids: Sequence[int], sampling: Sampling, max_tokens: int, vocab_size: int
 ) -> None:
-    """Check what is asked of an engine.
-
-    Args:
-        token_ids: Of the prompt.
-        sampling: Asked for.
-        max_tokens: That prompt and output may have together.
-        vocab_size: Token ids are below it.
+    """Check what is asked of an engine whose prompt and output may have `max_tokens` together.
 
     Raises:
         InvalidRequest: It is too long, or out of range.

@@ -104,7 +104,6 @@ class Engine(Protocol):
         Raises:
             EngineError: The model cannot be found, or cannot be sharded like that.
         """
-        ...
 
     def generate(
         self,
@@ -127,15 +126,12 @@ class Engine(Protocol):
             EngineFull: As many wait as may.
             EngineError: The engine died meanwhile.
         """
-        ...
 
     async def abort(self, request_id: str) -> None:
         """Forget a request; unknown ones are ignored."""
-        ...
 
     def stats(self) -> EngineStats:
         """Tell the state as of now, without waiting."""
-        ...
 
     async def check_health(self) -> None:
         """Return if all ranks answer, or are being replaced by the engine itself.
@@ -143,12 +139,9 @@ class Engine(Protocol):
         Raises:
             EngineError: Another replica has to take its place.
         """
-        ...
 
     async def drain(self) -> None:
         """Return once everything that was accepted has been answered."""
-        ...
 
     async def stop(self) -> None:
         """Free the ranks and their memory."""
-        ...

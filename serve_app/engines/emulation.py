@@ -26,7 +26,6 @@ class Pace:
     """Makes iterations last as long as they should."""
 
     def __init__(self, iteration: FloatArray) -> None:
-        """Know what an iteration costs: seconds for itself, per token and so on, shape (4,)."""
         self._base_s, self._prefill_s, self._sequence_s, self._kv_s = map(float, iteration)
         self._due_s = 0.0
 
@@ -36,13 +35,10 @@ class Pace:
         return self._due_s if now_s - self._due_s < _CATCH_UP_S else now_s
 
     def hold(self, begun_s: float, prefill_tokens: int, sequences: int, kv_tokens: int) -> None:
-        """Wait until an iteration over this batch should end.
+        """Wait until an iteration that began at `begun_s`, as `begin` returned it, should end.
 
-        Args:
-            begun_s: As `begin` returned it.
-            prefill_tokens: Prompt tokens that it computed.
-            sequences: Sequences that decoded.
-            kv_tokens: Tokens whose keys and values it read.
+        It computed so many tokens of prompts, decoded so many sequences, and read the keys and
+        values of so many tokens.
         """
         takes_s = (
             self._base_s
@@ -55,12 +51,7 @@ class Pace:
 
 
 def make_emulated_model(like: Path, folder: Path) -> None:
-    """Write random weights, and the tokenizer of another model, into `folder`.
-
-    Args:
-        like: Folder of the model whose tokenizer it gets.
-        folder: Is made.
-    """
+    """Write random weights, and the tokenizer of the model in `like`, into a new folder."""
     # Only the process that makes it needs them.
     import torch
     from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM

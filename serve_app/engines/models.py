@@ -61,10 +61,7 @@ def cache_folder() -> Path:
 
 
 def find_model(model: str) -> Path:
-    """Return the folder of a model; what has to be fetched is fetched.
-
-    Args:
-        model: A folder, a hub id, or `default`.
+    """Return the folder of a model: a folder, a hub id or `default`, which may be fetched.
 
     Raises:
         EngineError: There is no such model, or it cannot be fetched.
@@ -157,12 +154,7 @@ def _from_hub(model: str) -> Path:
 
 
 def _cached_conversion(name: str, make: Callable[[Path], None]) -> Path:
-    """Return a folder of the cache, made elsewhere and renamed: what is there is whole.
-
-    Args:
-        name: Of the folder.
-        make: Fills the folder that it is given.
-    """
+    """Return a folder of the cache, made elsewhere and renamed: what is there is whole."""
     folder = cache_folder() / name
     if not _is_complete(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -244,10 +236,10 @@ def _from_index(folder: Path) -> str:
     wheel = rf'href="((?:[^"]*/)?({project.replace("-", "_")}-{version}-[^"/#]*\.whl)[^"]*)"'
     try:
         page = _get(f"{index}/{project}/")
-        found = re.search(wheel, page.text)
-        if found is None:
+        link = re.search(wheel, page.text)
+        if link is None:
             return f"{index} has no such wheel"
-        (folder / found[2]).write_bytes(_get(urljoin(str(page.url), found[1])).content)
+        (folder / link[2]).write_bytes(_get(urljoin(str(page.url), link[1])).content)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return f"{index}: {error or type(error).__name__}"
     return ""

@@ -74,18 +74,15 @@ async def start_and_measure(
 ) -> EngineProfile:
     """Start an engine and learn how fast it is.
 
-    Args:
-        engine: Not yet started.
-        pool: It belongs to.
-        tokenizer: On its way; tells from how many token ids the measurement may draw.
+    The tokenizer, which is on its way, says from how many token ids the measurement may draw.
 
     Raises:
         EngineError: It cannot start, or cannot be measured.
     """
-    known = pool.profile or _known(pool)
-    if known is not None:
+    stored = pool.profile or _known(pool)
+    if stored is not None:
         await engine.start()
-        return known
+        return stored
     # An emulated replica leaves the cores alone most of the time.
     paced = pool.config.emulates is not None
     shares_cores = not paced and "GPU" not in rank_bundles(pool.config)[0]
@@ -100,12 +97,12 @@ async def start_and_measure(
 
 
 def _engine_profile(measured: Measurement, pool: Pool) -> EngineProfile:
-    found = measured.coefficients
+    coefficients = measured.coefficients
     return EngineProfile(
-        iteration_s=max(found.iteration_s, 1e-9),
-        prefill_token_s=found.prefill_token_s,
-        sequence_s=found.sequence_s,
-        kv_token_s=found.kv_token_s,
+        iteration_s=max(coefficients.iteration_s, 1e-9),
+        prefill_token_s=coefficients.prefill_token_s,
+        sequence_s=coefficients.sequence_s,
+        kv_token_s=coefficients.kv_token_s,
         max_batch=pool.config.max_batch,
         token_budget=pool.config.token_budget,
         kv_capacity_tokens=max(measured.kv_capacity_tokens, 1.0),
@@ -150,12 +147,7 @@ async def profile_engine(
 ) -> Measurement:
     """Measure a running engine that nobody else uses meanwhile.
 
-    Args:
-        engine: Started.
-        config: With which it was started.
-        vocab_size: Prompts are drawn from that many token ids.
-        budget_s: After that time no further batch is begun; the largest ones come first.
-        seed: Draws the prompts.
+    After `budget_s` no further batch is begun; the largest ones come first.
 
     Raises:
         EngineError: It failed meanwhile, or tells no times.

@@ -39,15 +39,7 @@ class TextEngine:
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, max_batch: int, max_waiting: int, most: int
     ) -> None:
-        """Answer nothing yet.
-
-        Args:
-            engine: Is started.
-            tokenizer: Of its model.
-            max_batch: Most sequences that it runs at once.
-            max_waiting: Requests that may wait.
-            most: Requests that it holds at most, whatever they do.
-        """
+        """Answer with an engine that is started; it holds `most` requests, whatever they do."""
         self._engine, self._tokenizer = engine, tokenizer
         self._slots = BatchLimit(max_batch)
         self._max_waiting, self._most = max_waiting, most
@@ -64,13 +56,7 @@ class TextEngine:
     ) -> AsyncGenerator[TextChunk, None]:
         """Stream the answer to a request; closing the stream early aborts it.
 
-        Args:
-            request_id: No other that is answered now has it.
-            token_ids: Of the prompt.
-            sampling: How tokens are drawn.
-            stop: Strings at which the answer is cut.
-            order_key: Place among the requests that wait, lower first, Unix time, seconds; None:
-                the time now.
+        The arguments are those of `Engine.generate`, and the strings at which the answer is cut.
 
         Raises:
             EngineFull: As many requests wait as may.
@@ -112,11 +98,7 @@ class TextEngine:
             raise EngineFull(f"{self._num_held} requests are being answered already")
 
     def limit_batch(self, max_batch: int) -> None:
-        """Run so many sequences at once from now on; those that run go on.
-
-        Args:
-            max_batch: At least 1; above what the engine was started with it changes nothing.
-        """
+        """Run so many sequences at once, at most those of the start; those that run go on."""
         self._slots.resize(max_batch)
 
     def status(self) -> EngineStatus:

@@ -22,11 +22,9 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int | None:
         """Token ids are below it; None: not known."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
-        ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
@@ -34,11 +32,9 @@ class Tokenizer(Protocol):
         Raises:
             ChatRefused: The model is not made for such a conversation.
         """
-        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special ones left out."""
-        ...
 
 
 class ChatRefused(ValueError):
@@ -83,10 +79,10 @@ class HuggingFaceTokenizer:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
             # Where each token stands in the text nobody asks, and it takes a third of the time.
-            (found,) = self._backend.encode_batch_fast(
+            (encoding,) = self._backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
-            ids = found.ids
+            ids = encoding.ids
         return ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -119,9 +115,9 @@ def _load(folder: Path) -> Any:
     It looks at the model too, and so imports torch: 4.5 s in place of 1 s, while nobody answers.
     """
     file = folder / "tokenizer_config.json"
-    known = json.loads(file.read_text()) if file.is_file() else {}
+    settings = json.loads(file.read_text()) if file.is_file() else {}
     # It takes a second to import, and servers that only decide do without it.
-    if known.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in known:
+    if settings.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in settings:
         from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
         return TokenizersBackend.from_pretrained(folder)
@@ -215,12 +211,12 @@ class Detokenizer:
         return self._take(hold=False) if self._read < len(self._ids) else ""
 
     def _take(self, hold: bool) -> str:
-        known = self._tokenizer.decode(self._ids[self._context : self._read])
+        before = self._tokenizer.decode(self._ids[self._context : self._read])
         text = self._tokenizer.decode(self._ids[self._context :])
-        if len(text) <= len(known) or (hold and text.endswith(_REPLACEMENT)):
+        if len(text) <= len(before) or (hold and text.endswith(_REPLACEMENT)):
             return ""
         self._context, self._read = self._read, len(self._ids)
-        return text[len(known) :]
+        return text[len(before) :]
 
 
 class StopFinder:

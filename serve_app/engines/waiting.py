@@ -28,7 +28,7 @@ def read_order_key(text: str) -> OrderKey:
     Raises:
         ValueError: It is something else.
     """
-    numbers = [float(one) for one in text.split()]
+    numbers = [float(part) for part in text.split()]
     if not 1 <= len(numbers) <= len(OrderKey._fields) or any(map(math.isnan, numbers)):
         raise ValueError(f"an order key is {text!r}")
     key = OrderKey(*numbers)
@@ -41,7 +41,6 @@ class ArrivalKeys:
     """Keys of requests that come without one: the times when they come, which never go back."""
 
     def __init__(self, clock_s: Callable[[], float] = time.time) -> None:
-        """Read a clock: Unix time, seconds."""
         self._clock_s, self._last_s = clock_s, -math.inf
 
     def key(self, order_key: OrderKey | None) -> OrderKey:

@@ -7,17 +7,17 @@ import math
 from dataclasses import dataclass, field
 
 from serve_app.cluster import SloClass
-from serve_app.gateway.decision_record import DecisionRecord
 from serve_app.gateway.exchange import Backend, Downstream, InferenceRequest
-from serve_app.gateway.generation import new_id
-from serve_app.gateway.pick import Pick
 from serve_app.gateway.rate_limits import Grant
 from serve_app.gateway.replicas import Prompt, ReplicaState
 from serve_app.models import ServedModel
 from tokenyard.routing.types import OrderKey
 
+COMPLETED = ("stop", "length")
+"""Reasons with which an answer comes to its end."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Answer:
     """A request that was let in, and what has come of its answer so far."""
 
@@ -58,6 +58,8 @@ class Answer:
     """Arrival to the end; NaN: it was not completed."""
     is_rejected: bool = False
     """Whether an endpoint has something against the request itself."""
+    is_cut_off: bool = False
+    """Whether the gateway ends before it."""
 
     @property
     def needs(self) -> tuple[str, bytes]:
@@ -79,13 +81,15 @@ class Answer:
 
         Whoever leaves before the first token has had the prompt read.
         """
-        was_read = self.completed or self.num_tokens or (self.finish_reason == "abort")
+        was_read = self.num_tokens or self.finish_reason in (*COMPLETED, "abort")
         return len(self.request.token_ids) + self.num_tokens if was_read and self.tried else 0
 
     @property
-    def completed(self) -> bool:
-        """Whether it came to its end."""
-        return self.finish_reason in ("stop", "length")
+    def why_cancelled(self) -> str:
+        """Outcome of an attempt that was cancelled: its caller left, or a time was over."""
+        if not self.wait.expired():
+            return "abort"
+        return "cut_off" if self.is_cut_off else "timeout"
 
     def tpot_s(self, now_s: float) -> float:
         """Mean time per token after the first, where the answer ended at `now_s`."""
@@ -100,21 +104,8 @@ class Answer:
         slo, waited_s = self.service_class, now_s - self.arrival_s
         ttft_s = waited_s if math.isnan(self.ttft_s) else self.ttft_s
         attained = waited_s <= slo.response_s and not self.tpot_s(now_s) > (slo.tpot_s or math.inf)
-        if self.completed:
+        if self.finish_reason in COMPLETED:
             return attained and not self.ttft_s > (slo.ttft_s or math.inf)
         attained = attained and ttft_s <= (slo.ttft_s or math.inf)
         is_open = self.is_rejected or self.finish_reason == "abort"
         return None if is_open and attained else False
-
-
-def record_of(
-    answer: Answer, pick: Pick, attempt: int, outcome: str, num_sends: int
-) -> DecisionRecord:
-    """Lay out the log's row of an attempt that has ended."""
-    return DecisionRecord(
-        decision_id=new_id(), request_id=answer.request.request_id, attempt=attempt,
-        time_s=pick.time_s, service_class=answer.service_class.name, choice=pick.choice,
-        pools=pick.snapshots.candidates.pools, outcome=outcome, output_tokens=answer.num_tokens,
-        ttft_s=answer.ttft_s, response_s=answer.response_s, order_key=pick.order_key,
-        num_sends=num_sends,
-    )  # fmt: skip

@@ -49,7 +49,7 @@ class _EngineForwarder(Forwarder):
 
     status_header = STATUS_HEADER
 
-    def _told_failure(self, error: ErrorEvent) -> ReplicaFailed:
+    def _failure_of(self, error: ErrorEvent) -> ReplicaFailed:
         return ReplicaRefused(f"{self.which}: {error.message}")
 
     def _refusal(self, connection: Connection, text: bytes) -> ReplicaFailed:
@@ -114,7 +114,7 @@ class ServeBackend:
         if router is None or router.version == self._seen_version:
             return
         self._seen_version = router.version
-        live = {one.replica_id.unique_id: one for one in router.live}
+        live = {replica.replica_id.unique_id: replica for replica in router.live}
         for replica_id, replica in live.items():
             self._look_at(replica_id, replica, table, now_s)
         for replica_id in self._endpoints.keys() - live.keys():
@@ -125,13 +125,13 @@ class ServeBackend:
     def _look_at(
         self, replica_id: str, replica: RunningReplica, table: ReplicaTable, now_s: float
     ) -> None:
-        profile, told = profile_of(replica), replica.replica_metadata
+        profile, metadata = profile_of(replica), replica.replica_metadata
         if profile is None:
             return
         if replica_id not in self._endpoints:
-            key = f"authorization: Bearer {told['secret']}\r\n".encode()
+            key = f"authorization: Bearer {metadata['secret']}\r\n".encode()
             self._endpoints[replica_id] = EndpointAsRayReplica(
-                replica_id, Origin.of(told["url"]), self._pool.max_ongoing_requests, key
+                replica_id, Origin.of(metadata["url"]), self._pool.max_ongoing_requests, key
             )
         state = table.replicas.get(replica_id)
         if state is None:
@@ -196,20 +196,14 @@ class ServeBackend:
 def make_backends(
     cluster: Cluster, handles: Mapping[str, DeploymentHandle[Any]], metrics: Metrics
 ) -> dict[str, ExternalBackend | ServeBackend]:
-    """Connect to a cluster's pools; those of others come first, and are not scraped yet.
-
-    Args:
-        cluster: Whose pools.
-        handles: Of our own pools, by name.
-        metrics: Counts scrapes that fail.
-    """
+    """Connect to a cluster's pools; those of others come first, and are not scraped yet."""
     owners: dict[str, str] = {}
     made: list[ExternalBackend | ServeBackend] = [
         ExternalBackend(pool, cluster.served_model, metrics, owners)
         for pool in cluster.external_pools
     ]
     made += [ServeBackend(pool, handles[pool.name]) for pool in cluster.own_pools]
-    return {one.name: one for one in made}
+    return {backend.name: backend for backend in made}
 
 
 def profile_of(replica: RunningReplica) -> EngineProfile | None:

@@ -111,7 +111,7 @@ class KeysMessage(FrozenModel):
     def _are_distinct(self) -> Self:
         check_distinct("name", [key.name for key in self.keys])
         check_distinct("sha256", [key.sha256 for key in self.keys])
-        reserved = {TOKEN, ADMIN_TOKEN}.intersection(one.name for one in self.keys)
+        reserved = {TOKEN, ADMIN_TOKEN}.intersection(key.name for key in self.keys)
         if reserved:
             raise ValueError(f"name {min(reserved)!r} is the environment's")
         return self
@@ -130,10 +130,10 @@ class KeyRing:
         self.by_name = {key.name: key for key in keys}
         self.without_key = without_key
         self.limits = {
-            name: None if one.limits.are_none else one.limits for name, one in self.by_name.items()
+            name: None if key.limits.are_none else key.limits for name, key in self.by_name.items()
         }
-        self.tenants = frozenset(one.tenant for one in self.by_name.values() if one.tenant)
-        self._by_hash = {bytes.fromhex(one.sha256): one for one in self.by_name.values()}
+        self.tenants = frozenset(key.tenant for key in self.by_name.values() if key.tenant)
+        self._by_hash = {bytes.fromhex(key.sha256): key for key in self.by_name.values()}
 
     def find(self, given: str) -> ApiKey | None:
         """Return the key that a caller gives; None: there is no such key.
@@ -142,10 +142,10 @@ class KeyRing:
         towards a key that has another.
         """
         digest = hashlib.sha256(given.encode()).digest()
-        found = self._by_hash.get(digest)
-        if found is None or not hmac.compare_digest(bytes.fromhex(found.sha256), digest):
+        key = self._by_hash.get(digest)
+        if key is None or not hmac.compare_digest(bytes.fromhex(key.sha256), digest):
             return None
-        return found
+        return key
 
 
 class KeyFile(WatchedFile[KeyRing]):
@@ -166,8 +166,8 @@ def read_keys(path: Path) -> KeyRing:
     Raises:
         ValueError: It cannot be read, or is not as `KeysMessage`; the text names it and why.
     """
-    found = read_message(path, KeysMessage, "keys")
-    return KeyRing(found.keys, found.without_key)
+    message = read_message(path, KeysMessage, "keys")
+    return KeyRing(message.keys, message.without_key)
 
 
 def _difference(old: KeyRing, new: KeyRing) -> str:
@@ -178,7 +178,7 @@ def _difference(old: KeyRing, new: KeyRing) -> str:
         "removed": was.keys() - now.keys(),
         "changed": {name for name in now.keys() & was.keys() if now[name] != was[name]},
     }
-    told = [f"{what} {', '.join(sorted(which))}" for what, which in names.items() if which]
+    changes = [f"{what} {', '.join(sorted(which))}" for what, which in names.items() if which]
     if old.without_key != new.without_key:
-        told.append("other limits without a key")
-    return "; ".join(told) or "the same keys"
+        changes.append("other limits without a key")
+    return "; ".join(changes) or "the same keys"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -17,29 +16,29 @@ from typing import Any
 from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.base import EngineStatus, FinishReason
 from serve_app.gateway.carrier_wire import (
-    OF_VERSION_1,
+    COUNT,
+    ENDED,
     FrameKind,
     FrameProtocol,
     Hello,
     block_sizes,
-    read_http,
+    join_json,
     read_place,
     read_refusal,
+    split_json,
     to_json,
-    write_counts,
-    write_end,
-    write_http,
     write_request,
 )
 from serve_app.gateway.engine_wire import write_status
 from serve_app.gateway.exchange import Downstream, InferenceRequest
-from serve_app.gateway.gateway import Draining, Gateway, Refused, Unanswerable, Unserved
+from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.generation import (
     ReplicaFailed,
     ReplicaFull,
     ReplicaLacks,
     ReplicaRefused,
     RequestRejected,
+    Unserved,
 )
 from serve_app.gateway.tracing import Tracing
 from tokenyard.routing.types import OrderKey
@@ -73,21 +72,8 @@ class _Call:
     def __init__(self) -> None:
         self.stop: asyncio.Timeout | None = None
         """Of the attempt that is under way."""
-        self._said: deque[tuple[int, bytes] | None] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def hear(self, said: tuple[int, bytes] | None) -> None:
-        """Take what the decider says; None: it is away."""
-        self._said.append(said)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def next(self) -> tuple[int, bytes] | None:
-        """Return what it says next; None: it is away."""
-        while not self._said:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._said.popleft()
+        self.replies: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue()
+        """What the decider says; None: it is away."""
 
     def give_up(self) -> None:
         """End the attempt that is under way."""
@@ -147,16 +133,16 @@ class _Link(FrameProtocol):
     def before_flush(self) -> None:
         """Tell how far answers are with what else is told."""
         if self._counts:
-            self.send(FrameKind.TOKENS, 0, write_counts(self._counts))
+            counts = b"".join([COUNT.pack(*count) for count in self._counts.items()])
+            self.send(FrameKind.TOKENS, 0, counts)
             self._counts.clear()
 
     def take(self, kind: int, number: int, payload: bytes) -> None:
         """Handle a frame of the decider's."""
         if not self.decider.done():
-            # One of version 1 answers our ping, and not our hello.
-            self.decider.set_result(
-                Hello.read(payload) if kind == FrameKind.HELLO else OF_VERSION_1
-            )
+            if kind != FrameKind.HELLO:
+                raise ValueError("the decider does not say first who it is")
+            self.decider.set_result(Hello.read(payload))
             return
         call = self._calls.get(number)
         if kind == FrameKind.STOP:
@@ -169,7 +155,7 @@ class _Link(FrameProtocol):
             if answer is not None and not answer.done():
                 answer.set_result(payload)
         elif call is not None:
-            call.hear((kind, payload))
+            call.replies.put_nowait((kind, payload))
 
     def lost(self) -> None:
         """Wake all waiters."""
@@ -178,7 +164,7 @@ class _Link(FrameProtocol):
         if self._counting is not None:
             self._counting.cancel()
         for call in self._calls.values():
-            call.hear(None)
+            call.replies.put_nowait(None)
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(DeciderUnavailable())
@@ -224,30 +210,24 @@ class _Attempt:
 
     def tell_end(self) -> None:
         """Tell that the answer is there."""
-        end = write_end(self.num_tokens, self.finish_reason == "length", self.is_whole)
+        end = ENDED.pack(self.num_tokens, self.finish_reason == "length", self.is_whole)
         self._link.send(FrameKind.ENDED, self._number, end, is_urgent=False)
 
     def tell_failure(self, error: ReplicaFailed) -> None:
         """Tell that the replica failed."""
-        told = [type(error).__name__, self.num_tokens, self.downstream.begun, str(error)]
+        fields = [type(error).__name__, self.num_tokens, self.downstream.begun, str(error)]
         if isinstance(error, ReplicaFull):
-            told += [error.status, error.retry_after_s]
+            fields += [error.status, error.retry_after_s]
         elif isinstance(error, ReplicaLacks):
-            told.append(error.model)
-        self._link.send(FrameKind.FAILED, self._number, to_json(told))
+            fields.append(error.model)
+        self._link.send(FrameKind.FAILED, self._number, to_json(fields))
 
 
 class Carrier:
     """Serves requests as a gateway does; a decider says where they go."""
 
     def __init__(self, alone: Gateway, find: Find) -> None:
-        """Know no decider yet.
-
-        Args:
-            alone: Serves requests while the decider is away. Its pools carry the others' requests
-                too.
-            find: Says where the decider is.
-        """
+        """Know no decider; `alone` serves while it is away, and its pools carry all requests."""
         self.alone, self._find = alone, find
         self.in_flight = 0
         self.hello = Hello()
@@ -268,10 +248,6 @@ class Carrier:
     def tracing(self) -> Tracing | None:
         """Makes spans of requests; None: nobody wants them."""
         return self.alone.tracing
-
-    def service_class(self, name: str | None) -> SloClass | None:
-        """Return the class of that name, the first for None; None: there is none."""
-        return self.alone.service_class(name)
 
     async def start(self) -> None:
         """Find the decider; it is sought again whenever it is away."""
@@ -299,7 +275,7 @@ class Carrier:
         try:
             link = self._link
             if link is not None:
-                if await self._serve_told(link, request, service_class, downstream):
+                if await self._follow(link, request, service_class, downstream):
                     return
                 if downstream.begun:
                     raise Unserved("its replica failed, and nobody could say where else to go")
@@ -316,21 +292,21 @@ class Carrier:
         """
         if self._link is None:
             raise DeciderUnavailable
-        return read_http(await self._link.ask(write_http(head, body)))
+        return split_json(await self._link.ask(join_json(head, body)))
 
-    async def _serve_told(
+    async def _follow(
         self, link: _Link, request: InferenceRequest, service_class: SloClass,
         downstream: Downstream,
     ) -> bool:  # fmt: skip
         """Do with a request what the decider says; False: it is away."""
-        told = write_request(request, service_class.name, request.prompt, self._block_sizes)
+        payload = write_request(request, service_class.name, request.prompt, self._block_sizes)
         number, call = link.open()
-        link.send(FrameKind.ASK, number, told)
+        link.send(FrameKind.ASK, number, payload)
         try:
-            while (said := await call.next()) is not None:
-                kind, payload = said
+            while (reply := await call.replies.get()) is not None:
+                kind, payload = reply
                 if kind == FrameKind.REFUSED:
-                    _refuse(payload)
+                    raise read_refusal(payload)
                 pool, replica_id, order_key, headers, trace = read_place(payload)
                 traced = request.traced(trace) if trace else request
                 attempt = _Attempt(link, number, traced, downstream, order_key)
@@ -374,22 +350,22 @@ class Carrier:
             ReplicaRefused: It is not known here, which says nothing against it.
         """
         now_s = self.alone.refresh()
-        known, until_s = self.alone.table.replicas, now_s + _UNKNOWN_S
-        while replica_id not in known:
+        replicas, until_s = self.alone.table.replicas, now_s + _UNKNOWN_S
+        while replica_id not in replicas:
             if now_s > until_s:
                 raise ReplicaRefused("a replica is not known to its carrier")
             await asyncio.sleep(0.02)
             now_s = self.alone.refresh()
 
     async def _keep_linked(self) -> None:
-        told = ""
+        last_reason = ""
         while True:
             try:
                 await self._connect(await self._find())
-                told = ""
+                last_reason = ""
             except OSError as error:
-                if str(error) != told:
-                    told = str(error)
+                if str(error) != last_reason:
+                    last_reason = str(error)
                     logger.warning("no decider: %s", error)
             await asyncio.sleep(_AGAIN_S)
 
@@ -442,16 +418,5 @@ class Carrier:
             raise Incompatible(refusal)
 
 
-def _refuse(payload: bytes) -> None:
-    """Raise what the decider says of a request.
-
-    Raises:
-        Unserved: It cannot be served, or not any more.
-        Refused: Not now.
-    """
-    kind, text, status, retry_after_s, over = read_refusal(payload)
-    if kind == "refused":
-        raise Refused(text, retry_after_s, over, status)
-    if kind == "unanswerable":
-        raise Unanswerable(text, status)
-    raise (Draining if kind == "draining" else Unserved)(text)
+RequestServer = Gateway | Carrier
+"""What has requests answered."""

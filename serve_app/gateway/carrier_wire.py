@@ -15,18 +15,27 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, field
 from enum import IntEnum
 from importlib.metadata import version
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from serve_app.cluster import Cluster
 from serve_app.engines.waiting import read_order_key, write_order_key
 from serve_app.gateway.callers import ANYBODY, Caller
-from serve_app.gateway.exchange import Call, Headers, InferenceRequest
+from serve_app.gateway.exchange import Call, InferenceRequest
+from serve_app.gateway.generation import (
+    Draining,
+    Headers,
+    Refused,
+    Unanswerable,
+    Unserved,
+)
 from serve_app.gateway.rate_limits import OverLimit
 from serve_app.gateway.replicas import Prompt
 from tokenyard.routing.types import OrderKey
@@ -34,18 +43,21 @@ from tokenyard.routing.types import OrderKey
 logger = logging.getLogger(__name__)
 
 WIRE_VERSION = 7
-"""Of all frames but `FrameKind.HELLO`. Ends of version 1 do not say theirs."""
+"""Of all frames but `FrameKind.HELLO`."""
 _BEGAN_S = time.monotonic()
 _RELEASE = version("tokenyard")
 _HEAD = struct.Struct("<IBI")
-_COUNT = struct.Struct("<II")
-_ENDED = struct.Struct("<I??")
+COUNT = struct.Struct("<II")
+"""Number of a request, and how many of its tokens have come so far."""
+ENDED = struct.Struct("<I??")
+"""Tokens of an answer, whether it was cut at its greatest length, and whether all came at once."""
 _MOST_BYTES = 64 << 20
 _CALL = Call(b"", b"", b"", stream=False)
 """In place of what a caller wrote, which stays with the carrier."""
 _SOON_S = 1e-3
 """For what nobody waits for."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+_REFUSALS = {kind.__name__: kind for kind in (Refused, Draining, Unanswerable, Unserved)}
 
 
 class FrameKind(IntEnum):
@@ -56,11 +68,11 @@ class FrameKind(IntEnum):
     ASK = 2
     """Carrier: a request, as `write_request` lays it out."""
     TOKENS = 3
-    """Carrier: pairs of a request's number and its tokens so far."""
+    """Carrier: `COUNT` of requests."""
     STATUS = 4
     """Carrier: what the replica of a request told of itself, as the replica wrote it."""
     ENDED = 5
-    """Carrier: a request was answered."""
+    """Carrier: a request was answered: `ENDED`."""
     FAILED = 6
     """Carrier: JSON, a replica failed."""
     REJECTED = 7
@@ -76,16 +88,16 @@ class FrameKind(IntEnum):
     STOP = 12
     """Decider: an attempt is given up."""
     REFUSED = 13
-    """Decider: JSON, why a request is not answered."""
+    """Decider: why a request is not answered, as `write_refusal` lays it out."""
     HTTP_ANSWER = 14
-    """Decider: status, headers and body."""
+    """Decider: status, headers and body, as `join_json` lays them out."""
     LEAVE = 15
     """Decider: it is about to end, and wants to be asked nothing new."""
     SENT = 16
     """Carrier: a request goes out to its replica."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True))
 class Hello:
     """What an end says first, and is told before anything else."""
 
@@ -103,23 +115,14 @@ class Hello:
         """Lay it out."""
         return to_json(asdict(self))
 
-    @classmethod
-    def read(cls, payload: bytes) -> Self:
-        """Read what `write` wrote, in any version; fields that are not there are an old end's.
+    @staticmethod
+    def read(payload: bytes) -> Hello:
+        """Read what `write` wrote; a later release may say more.
 
         Raises:
             ValueError: It is something else.
         """
-        found = json.loads(payload)
-        if not isinstance(found, dict):
-            raise ValueError("a hello is no JSON object")
-        said = asdict(OF_VERSION_1) | {
-            one.name: found[one.name] for one in fields(cls) if one.name in found
-        }
-        for name, kind in _TYPES.items():
-            if type(said[name]) not in kind:
-                raise ValueError(f"{name} of a hello is {said[name]!r:.100}")
-        return cls(**said)
+        return _HELLO.validate_json(payload)
 
     def refusal(self, decider: Hello) -> str | None:
         """Say why this carrier and a decider cannot work together; None: they can."""
@@ -137,12 +140,7 @@ class Hello:
         return self.began_s <= decider.began_s
 
 
-OF_VERSION_1 = Hello(1, "unknown", 0.0, 0)
-"""What an end says that says nothing of it."""
-_TYPES = {
-    "wire_version": (int,), "release": (str,), "began_s": (float, int), "pid": (int,),
-    "carried_alone": (int,), "is_next": (bool,),
-}  # fmt: skip
+_HELLO = TypeAdapter(Hello)
 
 
 class FrameProtocol(asyncio.Protocol):
@@ -243,93 +241,61 @@ class FrameProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell what is built on this."""
-        for one in (self._flushing, self._flushing_later):
-            if one is not None:
-                one.cancel()
+        for handle in (self._flushing, self._flushing_later):
+            if handle is not None:
+                handle.cancel()
         self.lost()
 
 
 def block_sizes(cluster: Cluster) -> tuple[int, ...]:
     """Sizes of the blocks by whose names pools' prefix caches are known, tokens."""
-    sizes = {own_pool.prefix_block_tokens for own_pool in cluster.own_pools}
-    sizes |= {external_pool.prefix_block_tokens for external_pool in cluster.external_pools}
-    return tuple(sorted(sizes - {0}))
+    return tuple(sorted({pool.prefix_block_tokens for pool in cluster.pools} - {0}))
 
 
 def write_request(
     request: InferenceRequest, class_name: str, prompt: Prompt, block_sizes: Sequence[int]
 ) -> bytes:
-    """Lay out what a decider has to know of a request.
-
-    Args:
-        request: The request.
-        class_name: Its class.
-        prompt: Its prompt, of which only the names of its blocks are told.
-        block_sizes: Sizes of blocks that pools have, tokens.
-    """
-    blocks = [prompt.blocks(size) for size in block_sizes]
-    told = _encode(
-        [
-            request.request_id, class_name, len(request.token_ids), request.max_tokens,
-            request.for_engines, [len(block) for block in blocks], request.model, request.tenant,
-            *_told(request),
-        ]
-    ).encode()  # fmt: skip
-    names = (block.tobytes() for block in blocks)
-    return b"".join((len(told).to_bytes(4, "little"), told, *names))
+    """Lay out what a decider has to know of a request, and the names of its prompt's blocks."""
+    blocks, caller = [prompt.blocks(size) for size in block_sizes], request.caller
+    fields = [
+        request.request_id, class_name, len(request.token_ids), request.max_tokens,
+        request.for_engines, [len(block) for block in blocks], request.model, request.tenant,
+    ]  # fmt: skip
+    if caller is not ANYBODY or request.trace:
+        # What the caller may ask for was looked up before.
+        trace = request.trace.decode("latin-1")
+        fields += [caller.tenant, caller.key, caller.address, trace]
+    return join_json(fields, b"".join([block.tobytes() for block in blocks]))
 
 
 def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceRequest, str]:
     """Read what `write_request` wrote; return the request and the name of its class."""
-    start = 4 + int.from_bytes(payload[:4], "little")
+    fields, names_of_blocks = split_json(payload)
     (
-        request_id, class_name, num_tokens, max_tokens, for_engines, counts, model, tenant, *told,
-    ) = json.loads(payload[4:start])  # fmt: skip
-    *known, trace = told or ("",)
-    caller = Caller(*known) if any(known) else ANYBODY
+        request_id, class_name, num_tokens, max_tokens, for_engines, counts, model, tenant, *more,
+    ) = fields  # fmt: skip
+    *of_caller, trace = more or ("",)
+    caller = Caller(*of_caller) if any(of_caller) else ANYBODY
     # A copy may be written to: what is compiled would be compiled anew for other arrays.
-    names, blocks, end = np.frombuffer(payload[start:], np.int64).copy(), {}, 0
+    names, blocks, end = np.frombuffer(names_of_blocks, np.int64).copy(), {}, 0
     for size, count in zip(block_sizes, counts, strict=True):
         blocks[size] = names[end : end + count]
         end += count
     prompt = Prompt(range(num_tokens), blocks)
-    return (
-        InferenceRequest(
-            request_id,
-            prompt.token_ids,
-            max_tokens,
-            _CALL,
-            for_engines,
-            prompt,
-            model,
-            tenant,
-            caller,
-            trace.encode("latin-1"),
-        ),
-        class_name,
-    )
-
-
-def _told(request: InferenceRequest) -> tuple[str, ...]:
-    """What a decider has to know of a caller: what it may ask was looked up before."""
-    caller = request.caller
-    if caller is ANYBODY and not request.trace:
-        return ()
-    return caller.tenant, caller.key, caller.address, request.trace.decode("latin-1")
+    request = InferenceRequest(
+        request_id, prompt.token_ids, max_tokens, _CALL, for_engines, prompt, model, tenant, caller,
+        trace.encode("latin-1"),
+    )  # fmt: skip
+    return request, class_name
 
 
 def write_place(
     pool: str, replica_id: str, order_key: OrderKey | None = None, headers: Headers = (),
     trace: bytes = b"",
 ) -> bytes:  # fmt: skip
-    """Lay out where a request goes.
+    """Lay out where a request goes, and by what key it waits there.
 
-    Args:
-        pool: Name of the pool.
-        replica_id: Of its replica.
-        order_key: By what key it waits there; None: by none.
-        headers: What the head of its answer gets.
-        trace: Line of a header that its own head gets, or nothing.
+    `headers` are added to the head of its answer, and the line `trace` to its own.
     """
     key = "" if order_key is None else write_order_key(order_key)
     place = f"{pool}\n{replica_id}\n{key}".encode()
@@ -349,75 +315,40 @@ def read_place(payload: bytes) -> tuple[str, str, OrderKey | None, Headers, byte
     return pool.decode(), replica_id.decode(), order_key, headers, line
 
 
-def write_refusal(
-    kind: str, reason: str, status: int, retry_after_s: int, over: OverLimit | None
-) -> bytes:
-    """Lay out why a request is not answered.
-
-    Args:
-        kind: `refused`, `draining`, `unanswerable` or `unserved`.
-        reason: In a sentence.
-        status: Of HTTP.
-        retry_after_s: When to come back, where it is refused.
-        over: The caller's limit, where that is why.
-    """
-    told: list[Any] = [kind, reason, status, retry_after_s]
-    if over is not None:
-        names = [[one.decode() for one in header] for header in over.headers]
-        told += [over.code, over.kind, names]
-    return to_json(told)
+def write_refusal(error: Refused | Unserved) -> bytes:
+    """Lay out why a request is not answered."""
+    args: list[Any] = [str(error)]
+    if isinstance(error, Refused):
+        limit = None if error.over is None else asdict(error.over)
+        if limit is not None:
+            limit["headers"] = [[part.decode() for part in pair] for pair in limit["headers"]]
+        args += [error.retry_after_s, limit, error.status]
+    elif isinstance(error, Unanswerable):
+        args.append(error.status)
+    return to_json([type(error).__name__, *args])
 
 
-def read_refusal(payload: bytes) -> tuple[str, str, int, int, OverLimit | None]:
+def read_refusal(payload: bytes) -> Refused | Unserved:
     """Read what `write_refusal` wrote."""
-    kind, reason, status, retry_after_s, *told = json.loads(payload)
-    if not told:
-        return kind, reason, status, retry_after_s, None
-    code, type_name, names = told
-    headers = [(name.encode(), value.encode()) for name, value in names]
-    over = OverLimit(reason, retry_after_s, code, type_name, headers)
-    return kind, reason, status, retry_after_s, over
+    name, *args = json.loads(payload)
+    if name == Refused.__name__ and args[2] is not None:
+        headers = [(key.encode(), value.encode()) for key, value in args[2].pop("headers")]
+        args[2] = OverLimit(headers=headers, **args[2])
+    return _REFUSALS[name](*args)
 
 
-def write_counts(tokens: dict[int, int]) -> bytes:
-    """Lay out how many tokens of which requests have come so far."""
-    return b"".join([_COUNT.pack(number, count) for number, count in tokens.items()])
+def join_json(head: Any, rest: bytes) -> bytes:
+    """Lay out a JSON value, and bytes after it."""
+    text = to_json(head)
+    return b"".join((len(text).to_bytes(4, "little"), text, rest))
 
 
-def read_counts(payload: bytes) -> Iterator[tuple[int, int]]:
-    """Read what `write_counts` wrote."""
-    return _COUNT.iter_unpack(payload)
-
-
-def write_end(num_tokens: int, is_cut: bool, is_whole: bool) -> bytes:
-    """Lay out how an answer ended.
-
-    Args:
-        num_tokens: Tokens that it has.
-        is_cut: Whether it ended at its greatest length.
-        is_whole: Whether all came at once.
-    """
-    return _ENDED.pack(num_tokens, is_cut, is_whole)
-
-
-def read_end(payload: bytes) -> tuple[int, bool, bool]:
-    """Read what `write_end` wrote."""
-    return _ENDED.unpack(payload)
-
-
-def write_http(head: dict[str, Any], body: bytes) -> bytes:
-    """Lay out a request or an answer that goes by HTTP elsewhere."""
-    told = _encode(head).encode()
-    return b"".join((len(told).to_bytes(4, "little"), told, body))
-
-
-def read_http(payload: bytes) -> tuple[dict[str, Any], bytes]:
-    """Read what `write_http` wrote."""
+def split_json(payload: bytes) -> tuple[Any, bytes]:
+    """Read what `join_json` wrote."""
     start = 4 + int.from_bytes(payload[:4], "little")
-    head: dict[str, Any] = json.loads(payload[4:start])
-    return head, payload[start:]
+    return json.loads(payload[4:start]), payload[start:]
 
 
 def to_json(value: Any) -> bytes:
-    """Lay out a small thing."""
+    """Write a value as JSON without blanks."""
     return _encode(value).encode()

@@ -45,11 +45,9 @@ class RemoteClock:
         self._window_ends_s = -math.inf
 
     def to_ours(self, told_s: float, received_s: float) -> float:
-        """Convert a remote timestamp to the local clock; never later than it was received.
+        """Convert a remote Unix time, seconds, to ours; never later than it was received.
 
-        Args:
-            told_s: Unix time by the remote clock, seconds; the same one again changes nothing.
-            received_s: When it came, by the local clock.
+        The same time again changes nothing.
         """
         if told_s != self._told_s:
             self._take(told_s, received_s)

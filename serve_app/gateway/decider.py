@@ -20,22 +20,24 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Scope
 
 from serve_app.gateway.carrier_wire import (
+    COUNT,
+    ENDED,
     FrameKind,
     FrameProtocol,
     Hello,
     block_sizes,
-    read_counts,
-    read_end,
-    read_http,
+    join_json,
     read_request,
-    write_http,
+    split_json,
     write_place,
     write_refusal,
 )
 from serve_app.gateway.engine_wire import read_status
-from serve_app.gateway.exchange import Attempt, Backend, Headers
-from serve_app.gateway.gateway import Draining, Gateway, Refused, Unanswerable, Unserved
+from serve_app.gateway.exchange import Attempt, Backend
+from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.generation import (
+    Headers,
+    Refused,
     ReplicaFailed,
     ReplicaFull,
     ReplicaLacks,
@@ -44,15 +46,14 @@ from serve_app.gateway.generation import (
     ReplicaTooSmall,
     ReplicaUnreachable,
     RequestRejected,
+    Unserved,
 )
-from serve_app.gateway.rate_limits import OverLimit
-from serve_app.gateway.replicas import ReplicaTable
 
 logger = logging.getLogger(__name__)
 
 FAILURES = {
-    one.__name__: one
-    for one in (
+    kind.__name__: kind
+    for kind in (
         ReplicaFailed,
         ReplicaFull,
         ReplicaLacks,
@@ -75,16 +76,12 @@ class CarriedPool:
         self._pool = pool
         self.name, self.takes_any = pool.name, pool.takes_any
         self.ray_replicas, self.host_loads = pool.ray_replicas, pool.host_loads
-        self.by_our_clock = pool.by_our_clock
+        self.refresh, self.by_our_clock = pool.refresh, pool.by_our_clock
 
     @property
     def max_model_tokens(self) -> float:
         """Longest prompt plus output that its replicas take."""
         return self._pool.max_model_tokens
-
-    def refresh(self, table: ReplicaTable, now_s: float) -> None:
-        """Tell the collector which replicas there are and what they published."""
-        self._pool.refresh(table, now_s)
 
     async def answer(self, replica_id: str, attempt: Attempt) -> None:
         """Have the carrier of a request ask a replica.
@@ -186,11 +183,11 @@ class _Link(FrameProtocol):
         elif kind == FrameKind.ASK:
             self._open(number, payload)
         elif kind == FrameKind.TOKENS:
-            for each, count in read_counts(payload):
-                if carried := self._carried.get(each):
+            for request_number, count in COUNT.iter_unpack(payload):
+                if carried := self._carried.get(request_number):
                     carried.count(count)
         elif kind == FrameKind.HTTP:
-            task = self._loop.create_task(self._answer(number, *read_http(payload)))
+            task = self._loop.create_task(self._answer(number, *split_json(payload)))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
         elif kind == FrameKind.PING:
@@ -201,9 +198,9 @@ class _Link(FrameProtocol):
     def lost(self) -> None:
         """Give up what the carrier has carried."""
         self._decider.leave(self)
-        for one in (*self._carried.values(),):
-            if one.task is not None:
-                one.task.cancel()
+        for carried in (*self._carried.values(),):
+            if carried.task is not None:
+                carried.task.cancel()
         for task in self._answering:
             task.cancel()
 
@@ -211,14 +208,14 @@ class _Link(FrameProtocol):
         if kind == FrameKind.SENT:
             carried.note_send()
         elif kind == FrameKind.ENDED:
-            carried.end(*read_end(payload))
+            carried.end(*ENDED.unpack(payload))
         elif kind == FrameKind.STATUS:
             carried.publish(payload)
         elif kind == FrameKind.FAILED:
-            name, num_tokens, carried.begun, *told = json.loads(payload)
+            name, num_tokens, carried.begun, *args = json.loads(payload)
             if num_tokens:
                 carried.count(num_tokens)
-            carried.fail(FAILURES[name](*told))
+            carried.fail(FAILURES[name](*args))
         elif kind == FrameKind.REJECTED:
             carried.fail(RequestRejected(int.from_bytes(payload, "little"), (), b""))
         elif kind == FrameKind.GONE and carried.task is not None:
@@ -236,39 +233,26 @@ class _Link(FrameProtocol):
         gateway = self._decider.gateway
         try:
             request, class_name = read_request(payload, self._decider.block_sizes)
-            service_class = gateway.service_class(class_name)
+            service_class = gateway.cluster.service_class(class_name)
             assert service_class is not None
             await gateway.serve(request, service_class, carried)
-        except Refused as error:
-            told = error.status, error.retry_after_s, error.over
-            self._refuse(number, "refused", str(error), *told)
-        except Draining as error:
-            self._refuse(number, "draining", str(error))
-        except Unanswerable as error:
-            self._refuse(number, "unanswerable", str(error), error.status)
-        except Unserved as error:
-            self._refuse(number, "unserved", str(error))
+        except (Refused, Unserved) as error:
+            self.send(FrameKind.REFUSED, number, write_refusal(error))
         except (RequestRejected, asyncio.CancelledError):
             pass  # The carrier knows: it said so, or is gone.
         except Exception:
             # Whatever is wrong here, the carrier's caller must not wait for ever.
             logger.exception("request %d of a carrier", number)
-            self._refuse(number, "unserved", "the gateway failed")
-
-    def _refuse(
-        self, number: int, kind: str, text: str, status: int = 503, retry_after_s: int = 0,
-        over: OverLimit | None = None,
-    ) -> None:  # fmt: skip
-        self.send(FrameKind.REFUSED, number, write_refusal(kind, text, status, retry_after_s, over))
+            self.send(FrameKind.REFUSED, number, write_refusal(Unserved("the gateway failed")))
 
     async def _answer(self, number: int, head: dict[str, Any], body: bytes) -> None:
-        told, content = await _ask(self._decider.api, head, body)
-        self.send(FrameKind.HTTP_ANSWER, number, write_http(told, content))
+        answer = await _ask(self._decider.api, head, body)
+        self.send(FrameKind.HTTP_ANSWER, number, join_json(*answer))
 
 
 async def _ask(api: ASGIApp, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
     """Have an ASGI application answer a request that came to a carrier; return head and body."""
-    told: dict[str, Any] = {}
+    started: dict[str, Any] = {}
     content, unread = bytearray(), [body]
 
     async def receive() -> Message:
@@ -279,8 +263,8 @@ async def _ask(api: ASGIApp, head: dict[str, Any], body: bytes) -> tuple[dict[st
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
-            told["status"] = message["status"]
-            told["headers"] = [
+            started["status"] = message["status"]
+            started["headers"] = [
                 [name.decode("latin-1"), value.decode("latin-1")]
                 for name, value in message["headers"]
             ]
@@ -292,7 +276,7 @@ async def _ask(api: ASGIApp, head: dict[str, Any], body: bytes) -> tuple[dict[st
     except Exception:
         # As a server does: what was sent until then is the answer.
         logger.exception("a request that came to a carrier")
-    return told or {"status": 500, "headers": []}, bytes(content)
+    return started or {"status": 500, "headers": []}, bytes(content)
 
 
 def _scope_of(head: dict[str, Any]) -> Scope:
@@ -311,12 +295,7 @@ class Decider:
     """Listens for carriers of this machine, on a Unix socket that only this user may use."""
 
     def __init__(self, gateway: Gateway, api: ASGIApp) -> None:
-        """Decide for nobody yet.
-
-        Args:
-            gateway: Serves requests; its pools are `CarriedPool`s.
-            api: Answers what carriers do not answer themselves.
-        """
+        """Decide for a gateway of `CarriedPool`s; `api` answers what carriers do not."""
         self.gateway, self.api = gateway, api
         self.block_sizes = block_sizes(gateway.cluster)
         self.hello = Hello()
@@ -359,8 +338,8 @@ class Decider:
                     await asyncio.sleep(0.05)
         if self._server is not None:
             self._server.close()
-        for one in (*self._links,):
-            one.close()
+        for link in (*self._links,):
+            link.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -94,8 +94,8 @@ def lay_out(records: Sequence[DecisionRecord]) -> pa.Table:
     for name, kind in _OWN:
         rows = records if name in _OF_RECORD else choices
         columns.append(_column([getattr(row, name) for row in rows], kind))
-    keys = np.array([one.order_key or _NO_ORDER for one in records], dtype=np.float64)
-    columns += [pa.array(one, mask=~np.isfinite(one)) for one in keys.T]
+    keys = np.array([record.order_key or _NO_ORDER for record in records], dtype=np.float64)
+    columns += [pa.array(part, mask=~np.isfinite(part)) for part in keys.T]
     columns += [
         _column([getattr(request, name) for request in requests], kind) for name, kind in _REQUEST
     ]
@@ -117,7 +117,7 @@ def _ids(choice: ReplicaChoice) -> Sequence[str]:
 
 def _candidates(records: Sequence[DecisionRecord]) -> pa.ListArray:
     choices = [record.choice for record in records]
-    tables = [one.snapshots for one in choices if isinstance(one.snapshots, SnapshotTable)]
+    tables = [choice.snapshots for choice in choices if isinstance(choice.snapshots, SnapshotTable)]
     if len(tables) == len(records):
         candidates = _of_tables(tables, [choice.scores for choice in choices])
     else:
@@ -143,21 +143,21 @@ def _of_tables(
     tables: Sequence[SnapshotTable], scores: Sequence[FloatArray | None]
 ) -> pa.StructArray:
     # One column after the other, as they are read.
-    fixed = np.ascontiguousarray(np.concatenate([one.candidates.fixed for one in tables]).T)
-    live = np.ascontiguousarray(np.concatenate([one.live for one in tables]).T)
+    fixed = np.ascontiguousarray(np.concatenate([table.candidates.fixed for table in tables]).T)
+    live = np.ascontiguousarray(np.concatenate([table.live for table in tables]).T)
     numbers = {name: fixed[at] for name, at in _FIXED.items()}
     numbers |= {name: live[at] for name, at in _LIVE.items()}
     numbers["tokens_in_flight"] = live[st.LIVE_PREFILL_TOKENS] + live[st.LIVE_OUTPUT_TOKENS]
     numbers["predicted_wait_s"] = np.full(live.shape[1], np.nan)
     numbers["score"] = np.concatenate(
         [
-            np.full(len(table), np.nan) if one is None else one
-            for table, one in zip(tables, scores, strict=True)
+            np.full(len(table), np.nan) if scored is None else scored
+            for table, scored in zip(tables, scores, strict=True)
         ]
     )
     texts = {
-        "replica_id": _texts([one.candidates.replica_ids for one in tables]),
-        "pool": _texts([one.candidates.pools for one in tables]),
+        "replica_id": _texts([table.candidates.replica_ids for table in tables]),
+        "pool": _texts([table.candidates.pools for table in tables]),
     }
     arrays = [
         texts[field.name] if field.name in texts else _numbers(numbers[field.name], field.type)
@@ -175,6 +175,6 @@ def _numbers(values: FloatArray, kind: pa.DataType) -> pa.Array:
 
 def _texts(groups: Sequence[tuple[str, ...]]) -> pa.Array:
     """Many decisions are between the same replicas: their names are laid out once."""
-    different = {id(one): one for one in groups}
-    made = {number: pa.array(one, pa.string()) for number, one in different.items()}
+    different = {id(group): group for group in groups}
+    made = {number: pa.array(group, pa.string()) for number, group in different.items()}
     return pa.concat_arrays([made[id(group)] for group in groups])

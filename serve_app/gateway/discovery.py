@@ -33,10 +33,8 @@ def sources_of(
 ) -> list[Coroutine[Any, Any, None]]:
     """Return a coroutine per source, which runs without end.
 
-    Args:
-        settings: Name the sources.
-        use: Called with a source and all of its endpoints.
-        fail: Called with a source and why it says nothing that can be used.
+    `use` is called with a source and all of its endpoints, `fail` with a source and why it says
+    nothing that can be used.
     """
     watches: dict[str, Any] = {"file": _watch_file, "dns": _watch_name, "kubernetes": watch_service}
     return [
@@ -60,8 +58,8 @@ async def _watch_file(
 
 
 def _read(path: Path) -> Found:
-    found = read_message(path, EndpointsMessage, "endpoints").endpoints
-    return dict.fromkeys(one.address for one in found)
+    endpoints = read_message(path, EndpointsMessage, "endpoints").endpoints
+    return dict.fromkeys(endpoint.address for endpoint in endpoints)
 
 
 async def _watch_name(
@@ -71,11 +69,11 @@ async def _watch_name(
     loop = asyncio.get_running_loop()
     while True:
         try:
-            found = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+            infos = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
         except OSError as error:
             fail(f"{parts.hostname}: {error.strerror or error}")
         else:
-            addresses = {str(one[4][0]) for one in found}
+            addresses = {str(info[4][0]) for info in infos}
             urls = (
                 url_of(address, port, parts.scheme) + parts.path for address in sorted(addresses)
             )

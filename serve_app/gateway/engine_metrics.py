@@ -71,7 +71,7 @@ _ENGINES = {
         f"{_KV_BLOCKS}max}}*{_KV_BLOCKS}tokens_per}}",
     ),
 }  # fmt: skip
-_BY_NAME = {one.name: one for one in _ENGINES.values()}
+_BY_NAME = {engine.name: engine for engine in _ENGINES.values()}
 _OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 """Engines, by `owned_by` of their models."""
 _PREFIX = re.compile(rb"\n((?:ray_)?(%b)[:_])" % "|".join(_ENGINES).encode())
@@ -97,26 +97,22 @@ def read_metrics(page: bytes, own: MetricNames) -> Reading:
     """Read a page of Prometheus' text; several engines behind one endpoint are added up.
 
     Only the lines that are needed are read, and of these what is no number, or cannot be true, is
-    as good as not there.
-
-    Args:
-        page: The page.
-        own: Names that are read in place of those that are known.
+    as good as not there. `own` names are read in place of those that are known.
     """
     page = b"\n" + page
-    found = _PREFIX.search(page)
-    engine = _ENGINES[found[2].decode()] if found else _Engine("")
+    prefix = _PREFIX.search(page)
+    engine = _ENGINES[prefix[2].decode()] if prefix else _Engine("")
 
-    def read(name: str | None, known: str) -> list[float]:
-        names = [name] if name else [found[1].decode() + one for one in known.split() if found]
-        return next((values for one in names if (values := _samples(page, one))), [])
+    def read(name: str | None, usual: str) -> list[float]:
+        names = [name] if name else [prefix[1].decode() + end for end in usual.split() if prefix]
+        return next((values for candidate in names if (values := _samples(page, candidate))), [])
 
     waiting, running = read(own.waiting, engine.waiting), read(own.running, engine.running)
-    used = [one for one in read(own.kv_used, engine.kv_used) if one <= 1.0]
+    used = [fraction for fraction in read(own.kv_used, engine.kv_used) if fraction <= 1.0]
     sizes = (
-        sum(total) * math.prod(sum(one) / len(one) if one else 0.0 for one in each)
+        sum(total) * math.prod(sum(factor) / len(factor) if factor else 0.0 for factor in each)
         for product in engine.kv_tokens.split()
-        for total, *each in [[read(None, one) for one in product.split("*")]]
+        for total, *each in [[read(None, part) for part in product.split("*")]]
     )
     return Reading(
         engine.name or None,
@@ -164,14 +160,14 @@ class StuckMetrics:
             num_uses: Those that were sent or ended so far.
         """
         last, self._last = self._last, reading
-        changed = {one for one in _QUANTITIES if getattr(reading, one) != getattr(last, one)}
+        changed = {name for name in _QUANTITIES if getattr(reading, name) != getattr(last, name)}
         if changed:
             self._since_s, self._num_uses = now_s, num_uses
             self._stuck -= changed
         limit_s = _STUCK_IN_USE_S if num_uses - self._num_uses >= _USES else _STUCK_S
         num = (reading.waiting or 0) + (reading.running or 0)
         if now_s - self._since_s > limit_s and not 0 < num <= num_own:
-            self._stuck = {one for one in _QUANTITIES if getattr(reading, one)}
+            self._stuck = {name for name in _QUANTITIES if getattr(reading, name)}
         return replace(reading, **dict.fromkeys(self._stuck)) if self._stuck else reading
 
 

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.base import EngineStatus, FinishReason
 from serve_app.gateway.callers import ANYBODY, Caller
+from serve_app.gateway.generation import Headers
 from serve_app.gateway.replicas import Prompt, ReplicaTable
-from serve_app.gateway.tracing import PARENT, RequestSpan, Tracing
+from serve_app.gateway.tracing import PARENT, RequestSpan
 from tokenyard.routing.types import OrderKey
 
-Headers = Sequence[tuple[bytes, bytes]]
 _GENERATING = (b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages")
 
 
@@ -90,7 +89,7 @@ class InferenceRequest:
     def traced(self, line: bytes, span: RequestSpan | None = None) -> InferenceRequest:
         """As endpoints get it that are to know a span: its header's line replaces the caller's."""
         lines = self.call.headers.splitlines(keepends=True)
-        others = b"".join(one for one in lines if one.partition(b":")[0] != PARENT)
+        others = b"".join(header for header in lines if header.partition(b":")[0] != PARENT)
         return replace(self, call=replace(self.call, headers=others + line), span=span)
 
 
@@ -102,15 +101,12 @@ class Downstream(Protocol):
 
     def add_headers(self, headers: Headers) -> None:
         """Have these in the head of the answer, in place of an endpoint's with such names."""
-        ...
 
     async def begin(self, status: int, headers: Headers) -> None:
         """Send the head of the answer."""
-        ...
 
     async def write(self, data: bytes) -> None:
         """Send some of the body; waits while the caller reads more slowly than it comes."""
-        ...
 
     def write_now(self, data: bytes, chunk: bytes | None = None) -> bool:
         """Send some of a body that has begun; False: nothing was sent, since that may wait.
@@ -119,31 +115,6 @@ class Downstream(Protocol):
             data: What is sent.
             chunk: The same as a chunk of HTTP/1.1, where it is there.
         """
-        ...
-
-
-class RequestServer(Protocol):
-    """Has requests answered: a gateway, or what carries for one."""
-
-    @property
-    def cluster(self) -> Cluster:
-        """The cluster that is served."""
-        ...
-
-    @property
-    def tracing(self) -> Tracing | None:
-        """Makes spans of requests; None: nobody wants them."""
-        ...
-
-    def service_class(self, name: str | None) -> SloClass | None:
-        """Return the class of that name, the first for None; None: there is none."""
-        ...
-
-    async def serve(
-        self, request: InferenceRequest, service_class: SloClass, downstream: Downstream
-    ) -> None:
-        """Answer a request: see `serve_app.gateway.gateway.Gateway.serve`."""
-        ...
 
 
 class Attempt(Protocol):
@@ -157,7 +128,6 @@ class Attempt(Protocol):
 
     def note_send(self) -> None:
         """Note that the request goes out to the replica."""
-        ...
 
     def take(
         self, num_tokens: int, finish_reason: FinishReason | None = None, is_whole: bool = False
@@ -169,11 +139,9 @@ class Attempt(Protocol):
             finish_reason: Set once, at the end.
             is_whole: Whether all came at once, so that nobody knows when the first token was there.
         """
-        ...
 
     def publish(self, status: EngineStatus) -> None:
         """Note the state of the replica, which it told with its answer."""
-        ...
 
 
 class Backend(Protocol):
@@ -186,15 +154,12 @@ class Backend(Protocol):
     @property
     def max_model_tokens(self) -> float:
         """Longest prompt plus output that its replicas take; infinite: nobody says."""
-        ...
 
     def refresh(self, table: ReplicaTable, now_s: float) -> None:
         """Tell the collector which replicas there are and what they published; cheap."""
-        ...
 
     def ray_replicas(self) -> tuple[Any, ...]:
         """Replicas as Ray's own router takes them."""
-        ...
 
     async def answer(self, replica_id: str, attempt: Attempt) -> None:
         """Have one replica answer a request; being cancelled cancels it there.
@@ -204,12 +169,9 @@ class Backend(Protocol):
                 since callers read it.
             RequestRejected: It has something against the request.
         """
-        ...
 
     def host_loads(self) -> dict[str, dict[str, float]]:
         """Load of every replica's machine, by replica."""
-        ...
 
     def by_our_clock(self, replica_id: str, status: EngineStatus, now_s: float) -> EngineStatus:
         """Return what a replica told with an answer, with the time by our clock."""
-        ...

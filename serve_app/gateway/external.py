@@ -22,15 +22,14 @@ from serve_app.engines.base import EngineStatus
 from serve_app.engines.waiting import ArrivalKeys, priority_of
 from serve_app.gateway.discovery import sources_of
 from serve_app.gateway.engine_metrics import StuckMetrics
-from serve_app.gateway.exchange import Attempt, Call, Downstream, Headers
+from serve_app.gateway.exchange import Attempt, Downstream
 from serve_app.gateway.forwarding import EndpointAsRayReplica, Forwarder
-from serve_app.gateway.generation import ReplicaFailed, ReplicaLacks
+from serve_app.gateway.generation import Headers, ReplicaFailed, ReplicaLacks
 from serve_app.gateway.json_fields import replace_field, set_field
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.replicas import ReplicaState, ReplicaTable
 from serve_app.gateway.scraping import Scraper
 from serve_app.gateway.upstream import Origin
-from tokenyard.routing.types import OrderKey
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +104,7 @@ class ExternalBackend:
         """Name the endpoints; nothing is asked before `start`.
 
         Args:
-            pool: Of them.
+            pool: Their settings.
             served_model: Name by which callers know what the pool calls `model`, unless it says.
             metrics: Counts scrapes that fail.
             owners: Names of pools by the URLs that they have, shared by all pools.
@@ -125,8 +124,8 @@ class ExternalBackend:
         self.failures = metrics.scrape_failures.labels(pool.name)
         self._owners = {} if owners is None else owners
         self._in_file: Found = dict.fromkeys(endpoint.address for endpoint in pool.endpoints)
-        self._found: dict[str, Found] = {}
-        """Of service discovery, by source."""
+        self._discovered: dict[str, Found] = {}
+        """Endpoints that service discovery has found, by source."""
         self._added: dict[str, None] = {}
         self._removed: set[str] = set()
         """By hand, as those that were added."""
@@ -146,11 +145,7 @@ class ExternalBackend:
         self._settle()
 
     def start(self, note: Note | None = None) -> None:
-        """Begin to scrape and to look for endpoints; must be called on the event loop.
-
-        Args:
-            note: Is told of changes; None: nobody is.
-        """
+        """Begin to scrape and to look for endpoints, on the event loop; `note` is a listener."""
         self._note, self._tasks = note or self._note, []
         for endpoint in self._endpoints.values():
             endpoint.scraper.start()
@@ -200,20 +195,20 @@ class ExternalBackend:
         if not self._news:
             return
         news, self._news = self._news, {}
-        for url, one in news.items():
-            if one.state is None:
+        for url, endpoint in news.items():
+            if endpoint.state is None:
                 profile = self.settings.profile.completed(None, None)
                 size = self.settings.prefix_block_tokens
-                one.state = table.add(url, self.name, profile, size, now_s)
-            one.tell(one.state)
-            table.drain(one.state, one.draining)
-            self._lengths[url] = one.scraper.info.max_model_len or 0
-            if one.draining and one.state.in_flight.count:
-                self._news[url] = one  # Until it has none.
-            elif one.draining:
+                endpoint.state = table.add(url, self.name, profile, size, now_s)
+            endpoint.tell(endpoint.state)
+            table.drain(endpoint.state, endpoint.draining)
+            self._lengths[url] = endpoint.scraper.info.max_model_len or 0
+            if endpoint.draining and endpoint.state.in_flight.count:
+                self._news[url] = endpoint  # Until it has none.
+            elif endpoint.draining:
                 del self._endpoints[url], self._owners[url], self._lengths[url]
                 table.keep(self.name, self._endpoints)
-                for connection in [*one.origin.idle]:
+                for connection in [*endpoint.origin.idle]:
                     connection.close()
         # Here, and not where it is read: every request reads it several times.
         longest = max(self._lengths.values(), default=0)
@@ -223,7 +218,7 @@ class ExternalBackend:
         """Tell where endpoints come from, and what is wrong with that."""
         return {
             "name": self.name, "cluster_file": [*self._in_file],
-            "service_discovery": {name: sorted(found) for name, found in self._found.items()},
+            "service_discovery": {name: sorted(urls) for name, urls in self._discovered.items()},
             "added": [*self._added], "removed": sorted(self._removed),
             "problems": self._problems | self._taken,
         }  # fmt: skip
@@ -238,8 +233,8 @@ class ExternalBackend:
     def _named(self) -> dict[str, str | None]:
         """Endpoints that the cluster file or service discovery names."""
         named: dict[str, str | None] = {}
-        for found in (*self._found.values(), self._in_file):
-            named |= found
+        for urls in (*self._discovered.values(), self._in_file):
+            named |= urls
         return named
 
     def _settle(self) -> None:
@@ -248,38 +243,39 @@ class ExternalBackend:
         for url in self._removed:
             wanted.pop(url, None)
         owners = {url: self._owners.setdefault(url, self.name) for url in wanted}
-        taken = {url: f"is in pool {one!r}" for url, one in owners.items() if one != self.name}
+        taken = {url: f"is in pool {pool!r}" for url, pool in owners.items() if pool != self.name}
         for url in taken.keys() - self._taken.keys():
             logger.error("pool %s: endpoint %s %s", self.name, url, taken[url])
         self._taken = taken
         for url, named in wanted.items():
-            one = self._endpoints.get(url) or _Endpoint(Origin.of(url, named), self)
-            if url not in taken and (one.draining or url not in self._endpoints):
-                self._go(one, draining=False)
-        for url, one in self._endpoints.items():
-            if url not in wanted and not one.draining:
-                self._go(one, draining=True)
+            endpoint = self._endpoints.get(url) or _Endpoint(Origin.of(url, named), self)
+            if url not in taken and (endpoint.draining or url not in self._endpoints):
+                self._go(endpoint, draining=False)
+        for url, endpoint in self._endpoints.items():
+            if url not in wanted and not endpoint.draining:
+                self._go(endpoint, draining=True)
 
-    def _go(self, one: _Endpoint, draining: bool) -> None:
+    def _go(self, endpoint: _Endpoint, draining: bool) -> None:
         """Let an endpoint come or go."""
-        url = one.origin.url
-        one.draining, self._endpoints[url], self._news[url] = draining, one, one
+        url = endpoint.origin.url
+        endpoint.draining = draining
+        self._endpoints[url] = self._news[url] = endpoint
         if self._tasks is None:
             return
         logger.info("pool %s: endpoint %s %s", self.name, url, "drains" if draining else "comes")
-        (one.scraper.stop if draining else one.scraper.start)()
+        (endpoint.scraper.stop if draining else endpoint.scraper.start)()
 
-    def _use(self, source: str, found: Found) -> None:
-        """Take what a source says."""
-        found = {Endpoint(url=HttpUrl(url)).address: named for url, named in found.items()}
-        kept = {url: named for url, named in found.items() if self._allows(url)}
-        if denied := found.keys() - kept:
+    def _use(self, source: str, urls: Found) -> None:
+        """Take the endpoints that a source names."""
+        urls = {Endpoint(url=HttpUrl(url)).address: named for url, named in urls.items()}
+        kept = {url: named for url, named in urls.items() if self._allows(url)}
+        if denied := urls.keys() - kept:
             self._fail(source, f"pool {self.name!r} does not allow {min(denied)}")
         else:
             self._problems.pop(source, None)
-        if source == "file" and kept != self._found.get(source):
+        if source == "file" and kept != self._discovered.get(source):
             self._note("endpoints read", self.name, f"{len(kept)} are in its file")
-        self._found[source] = kept
+        self._discovered[source] = kept
         self._settle()
 
     def _fail(self, source: str, why: str) -> None:
@@ -313,12 +309,24 @@ class ExternalBackend:
         for name, value in call.others:
             if name.decode() in self.settings.pass_headers:
                 headers += b"%b: %b\r\n" % (name, value)
-        body = self._body(call, attempt.request.model, attempt.order_key)
-        own, model = self._own_name, attempt.request.model
-        if own is not None and model not in self.settings.loras:
+        body, model = call.body, attempt.request.model
+        is_base = model not in self.settings.loras
+        if body and is_base and self._renames:
+            own_name = self.settings.model
+            if call.model_at is None:
+                body = replace_field(body, "model", own_name)
+            else:
+                body = own_name.encode().join((body[: call.model_at[0]], body[call.model_at[1] :]))
+        # A form holds no fields of JSON.
+        if body and call.model_at is None and call.generates and self.settings.order == "priority":
+            # One without a key would have priority 0, before all others. An endpoint is told once,
+            # so who is late stays where it is.
+            priority = priority_of(self._arrivals.key(attempt.order_key).key_s)
+            body = set_field(body, "priority", priority)
+        if is_base and self._own_name is not None:
             # Whole lines come here, and in texts quotation marks are escaped.
             public = json.dumps(model).encode()
-            rename = partial(own.sub, lambda found: found[1] + public)
+            rename = partial(self._own_name.sub, lambda match: match[1] + public)
             attempt.downstream = _Renaming(attempt.downstream, rename)
         try:
             await self._forwarder.forward(origin, headers, body, attempt)
@@ -326,21 +334,6 @@ class ExternalBackend:
             if error.model is not None:
                 error.model = model if model in self.settings.loras else self.settings.model
             raise
-
-    def _body(self, call: Call, model: str | None, order_key: OrderKey | None) -> bytes:
-        body, named = call.body, self.settings.model
-        if not body:
-            return body
-        if self._renames and model not in self.settings.loras:
-            if call.model_at is not None:
-                return named.encode().join((body[: call.model_at[0]], body[call.model_at[1] :]))
-            body = replace_field(body, "model", named)
-        if self.settings.order == "priority" and call.generates:
-            # One without a key would have priority 0, before all others. An endpoint is told once,
-            # so who is late stays where it is.
-            priority = priority_of(self._arrivals.key(order_key).key_s)
-            body = set_field(body, "priority", priority)
-        return body
 
 
 def _key_line(pool: ExternalPool) -> bytes:

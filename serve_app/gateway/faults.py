@@ -75,12 +75,30 @@ class EndpointError:
             fields = json.loads(body)
         except (ValueError, RecursionError):
             fields = None
-        return _read(fields if isinstance(fields, dict) else {}, status)
+        return cls.of(fields if isinstance(fields, dict) else {}, status)
 
     @classmethod
-    def of_event(cls, event: Mapping[str, Any]) -> EndpointError:
-        """Read an event of a stream that is an error."""
-        return _read(event, None)
+    def of(cls, fields: Mapping[str, Any], status: int | None = None) -> EndpointError:
+        """Read OpenAI's envelope, vLLM's older one without it, FastAPI's, or a text alone.
+
+        An event of a stream has no status.
+        """
+        error = fields.get("error", fields)
+        if not isinstance(error, Mapping):
+            error = {"message": error}
+        message = error.get("message", error.get("detail"))
+        message = message[:_MAX_MESSAGE] if isinstance(message, str) else ""
+        named = _status_named(error.get("code")) or _status_named(error.get("type"))
+        if status is None:
+            status = named or 500
+        elif status == 500 and named is not None and named < 500:
+            status = named
+        if status == 500 and _CALLERS_500.search(message):
+            status = 400
+        is_about_model = status in (400, 404, 422) and (
+            _plain(error.get("code")) == "modelnotfound" or bool(_UNKNOWN_MODEL.search(message))
+        )
+        return cls(status, message, is_about_model)
 
     @property
     def fault(self) -> Fault:
@@ -95,27 +113,7 @@ class EndpointError:
         return Fault.CALLER if 400 <= status < 500 and status not in _ENDPOINT else Fault.ENDPOINT
 
 
-def _read(fields: Mapping[str, Any], status: int | None) -> EndpointError:
-    """Read OpenAI's envelope, vLLM's older one without it, FastAPI's, or a text alone."""
-    error = fields.get("error", fields)
-    if not isinstance(error, Mapping):
-        error = {"message": error}
-    message = error.get("message", error.get("detail"))
-    message = message[:_MAX_MESSAGE] if isinstance(message, str) else ""
-    named = next((found for key in ("code", "type") if (found := _named(error.get(key)))), None)
-    if status is None:
-        status = named or 500
-    elif status == 500 and named is not None and named < 500:
-        status = named
-    if status == 500 and _CALLERS_500.search(message):
-        status = 400
-    is_about_model = status in (400, 404, 422) and (
-        _plain(error.get("code")) == "modelnotfound" or bool(_UNKNOWN_MODEL.search(message))
-    )
-    return EndpointError(status, message, is_about_model)
-
-
-def _named(name: Any) -> int | None:
+def _status_named(name: Any) -> int | None:
     """Status that a code or a type stands for; None: it stands for none."""
     if isinstance(name, int) or (isinstance(name, str) and name.isdecimal()):
         return int(name) if 400 <= int(name) < 600 else None
@@ -129,14 +127,9 @@ def _plain(name: Any) -> str:
 
 
 def retry_after_s(value: bytes | None, now_s: float) -> float | None:
-    """Read a header `Retry-After`.
+    """Return in how many seconds a header `Retry-After` says to come back; None: it says nothing.
 
-    Args:
-        value: Seconds, or a date.
-        now_s: Unix time, seconds.
-
-    Returns:
-        Seconds from now on; None: it says nothing.
+    It has seconds or a date; `now_s` is Unix time, seconds.
     """
     text = (value or b"").decode("latin-1").strip()
     try:

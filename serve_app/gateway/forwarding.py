@@ -14,9 +14,10 @@ from serve_app.cluster import Deadlines
 from serve_app.engines.base import EngineStatus
 from serve_app.gateway.clocks import steady_unix_s
 from serve_app.gateway.engine_wire import read_status
-from serve_app.gateway.exchange import Attempt, Call, Headers, InferenceRequest
+from serve_app.gateway.exchange import Attempt, Call
 from serve_app.gateway.faults import EndpointError, Fault, retry_after_s
 from serve_app.gateway.generation import (
+    Headers,
     ReplicaFailed,
     ReplicaFull,
     ReplicaLacks,
@@ -68,7 +69,6 @@ class EndpointAsRayReplica:
     multiplexed_model_ids: frozenset[str] = frozenset()
 
     def __init__(self, replica_id: str, origin: Origin, max_ongoing: int, key: bytes = b"") -> None:
-        """Name an endpoint; `key` is a header's line with its token, or nothing."""
         self.replica_id = _Id(replica_id)
         self.origin, self.key = origin, key
         self.max_ongoing_requests = max_ongoing
@@ -88,12 +88,12 @@ class Forwarder:
     def __init__(
         self, which: str, deadlines: Deadlines, prefill_token_s: float = 0.0, at_once: bool = False
     ) -> None:
-        """Ask nothing yet.
+        """Take the settings of a pool.
 
         Args:
             which: An endpoint, as callers may know it: the text does not say where it is.
             deadlines: Of each request.
-            prefill_token_s: Time for each token of a prompt that the first token has in addition.
+            prefill_token_s: Time that the first token has in addition for each token of the prompt.
             at_once: Whether a stream is handed on from its head on, rather than its first token.
         """
         self.which = which
@@ -104,28 +104,18 @@ class Forwarder:
     async def forward(self, origin: Origin, headers: bytes, body: bytes, attempt: Attempt) -> None:
         """Have one endpoint answer; being cancelled closes its connection.
 
-        Args:
-            origin: Where it is.
-            headers: Lines of the request's head, each with its end; without the body's length.
-            body: What it gets.
-            attempt: Whose answer it is.
+        `headers` are the lines of the request's head, each with its end, without the body's length.
 
         Raises:
             ReplicaFailed: It does not answer, not in time, or not as it should.
             RequestRejected: It has something against the request.
         """
-        request, call = attempt.request, attempt.request.call
+        call = attempt.request.call
         head = origin.head(call.method, call.path, headers, len(body))
-        prefill_s = self._prefill_token_s * len(request.token_ids)
-        timer = ResponseTimer(self._deadlines, request, prefill_s)
-
-        def watch(connection: Connection) -> None:
-            attempt.note_send()
-            timer.watch(connection)
-
+        timer = ResponseTimer(self._deadlines, attempt, self._prefill_token_s)
         connection = None
         try:
-            connection = await self.client.send(origin, head, body, watch)
+            connection = await self.client.send(origin, head, body, timer.watch)
             timer.has_head = True
             if not 200 <= connection.status < 300:
                 raise await self._refused(connection)
@@ -143,16 +133,16 @@ class Forwarder:
         except UpstreamError as error:
             raise ReplicaFailed(f"{self.which} {error}") from None
         except ErrorEvent as error:
-            raise self._told_failure(error) from None
+            raise self._failure_of(error) from None
         finally:
             timer.stop()
             if connection is not None:
                 self.client.release(connection)
 
-    def _told_failure(self, error: ErrorEvent) -> ReplicaFailed | RequestRejected:
+    def _failure_of(self, error: ErrorEvent) -> ReplicaFailed | RequestRejected:
         """What it means that an answer which had begun ends with an error."""
         body = json.dumps(error.event).encode()
-        return self._error(EndpointError.of_event(error.event), _JSON, body, f"failed: {error}")
+        return self._error(EndpointError.of(error.event), _JSON, body, f"failed: {error}")
 
     async def _refused(self, connection: Connection) -> ReplicaFailed | RequestRejected:
         """Read an answer that is none of success, and return what it means."""
@@ -315,11 +305,11 @@ class ResponseTimer:
     asks for its metrics, is at work: elsewhere the request would begin anew.
     """
 
-    def __init__(self, deadlines: Deadlines, request: InferenceRequest, prefill_s: float) -> None:
-        """Begin to wait; `prefill_s` is what the prompt takes to be read."""
+    def __init__(self, deadlines: Deadlines, attempt: Attempt, prefill_token_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._started_s = self._since_s = self._loop.time()
-        self._limits_s = deadlines
+        self._limits_s, self._attempt, request = deadlines, attempt, attempt.request
+        prefill_s = prefill_token_s * len(request.token_ids)
         self._first_s = deadlines.first_token_s + prefill_s // 1  # Errors name it: no fractions.
         self._whole_s: float | None = None
         """Time for an answer that comes at once; None: it is a stream."""
@@ -332,7 +322,8 @@ class ResponseTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, connection: Connection) -> None:
-        """Time what comes over a connection."""
+        """Time what comes over a connection from when the request is sent over it."""
+        self._attempt.note_send()
         self._connection = connection
         if self._timer is None:
             self._timer = self._loop.call_at(self._due()[0], self._look)

@@ -1,10 +1,14 @@
-"""Errors of replicas, and request ids."""
+"""Errors on the path of a request, and request ids."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Sequence
+
+from serve_app.gateway.rate_limits import OverLimit
+
+Headers = Sequence[tuple[bytes, bytes]]
 
 _IDS = random.Random()
 
@@ -30,15 +34,11 @@ class ReplicaFull(ReplicaFailed):
         reason: str,
         status: int = 429,
         retry_after_s: float | None = None,
-        headers: Sequence[tuple[bytes, bytes]] = (),
+        headers: Headers = (),
     ) -> None:
-        """Say why.
+        """Keep its status, 429 or 503, and what it says of its limits.
 
-        Args:
-            reason: A sentence.
-            status: 429 or 503, as it says it.
-            retry_after_s: When it is to be asked again; None: it does not say.
-            headers: What it says of its limits.
+        `retry_after_s` is when it is to be asked again; None: it does not say.
         """
         super().__init__(reason)
         self.status, self.retry_after_s, self.headers = status, retry_after_s, headers
@@ -58,13 +58,10 @@ class ReplicaLacks(ReplicaRefused):
     def __init__(
         self, reason: str, model: str | None, rejection: RequestRejected | None = None
     ) -> None:
-        """Say what it lacks.
+        """Say what it lacks: a model, by the name by which it was asked; None: the route.
 
-        Args:
-            reason: A sentence.
-            model: Name by which it was asked, empty where the pool fills that in; None: it lacks
-                the route.
-            rejection: What it answered; None: another process knows.
+        The name is empty where the pool fills it in. `rejection` is what it answered; None: another
+        process knows.
         """
         super().__init__(reason)
         self.model, self.rejection = model, rejection
@@ -77,8 +74,7 @@ class ReplicaTimeout(ReplicaFailed):
 class RequestRejected(RuntimeError):
     """What an endpoint has against the request itself: the caller gets it as it is."""
 
-    def __init__(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-        """Keep the answer, whose status is from 400 to 499."""
+    def __init__(self, status: int, headers: Headers, body: bytes) -> None:
         super().__init__(f"the endpoint answered {status}")
         self.status, self.headers, self.body = status, headers, body
 
@@ -91,3 +87,40 @@ class ResponseGone(RequestRejected):
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         headers = [(b"content-type", b"application/json")]
         super().__init__(404, headers, json.dumps({"error": error}).encode())
+
+
+class Refused(RuntimeError):
+    """A request that is not let in for now."""
+
+    def __init__(
+        self,
+        reason: str,
+        retry_after_s: int,
+        over: OverLimit | None = None,
+        status: int = 429,
+        headers: Headers = (),
+    ) -> None:
+        """Say when to come back, and which limit of the caller was reached, where that is why.
+
+        The status is 503, and not 429, where endpoints have no room for anybody; `headers` are what
+        they say of their limits.
+        """
+        super().__init__(reason)
+        self.retry_after_s, self.over = retry_after_s, over
+        self.status, self.headers = status, headers
+
+
+class Unserved(RuntimeError):
+    """A request that was let in and could not be answered; the text says why."""
+
+
+class Unanswerable(Unserved):
+    """A request that no pool can ever answer, as it is."""
+
+    def __init__(self, reason: str, status: int = 400) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Draining(Unserved):
+    """A request that comes when the gateway is about to end."""

@@ -39,18 +39,15 @@ class _Bin:
     def row(self) -> dict[str, Any]:
         """As JSON; percentiles are costly, so what is over is laid out once."""
         if self._row is None or not self.over:
-            self._row = self._lay_out()
+            self._row = {
+                "time_s": self.start_s,
+                "finished": self.num_finished,
+                "kept": self.num_kept,
+                "ttft_s": _percentiles(self.ttft_s),
+                "response_s": _percentiles(self.response_s),
+                "sent": dict(self.sent),
+            }
         return self._row
-
-    def _lay_out(self) -> dict[str, Any]:
-        return {
-            "time_s": self.start_s,
-            "finished": self.num_finished,
-            "kept": self.num_kept,
-            "ttft_s": _percentiles(self.ttft_s),
-            "response_s": _percentiles(self.response_s),
-            "sent": dict(self.sent),
-        }
 
 
 class History:
@@ -62,10 +59,10 @@ class History:
 
     def finish(self, now_s: float, ttft_s: float, response_s: float, kept: bool) -> None:
         """Note the end of a request; times are NaN where there are none."""
-        one = self._bin(now_s)
-        one.num_finished += 1
-        one.num_kept += kept
-        for times, value in ((one.ttft_s, ttft_s), (one.response_s, response_s)):
+        latest = self._bin(now_s)
+        latest.num_finished += 1
+        latest.num_kept += kept
+        for times, value in ((latest.ttft_s, ttft_s), (latest.response_s, response_s)):
             if math.isfinite(value):
                 times.append(value)
                 if len(times) > _MAX_TIMES:
@@ -78,7 +75,7 @@ class History:
 
     def rows(self) -> list[dict[str, Any]]:
         """Bins, oldest first."""
-        return [one.row() for one in self._bins]
+        return [each.row() for each in self._bins]
 
     def decisions(self) -> list[dict[str, Any]]:
         """The last decisions with the score of every candidate, newest first."""

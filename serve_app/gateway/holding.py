@@ -8,6 +8,7 @@ so stays as short as its pool's `max_ongoing`, and its order is the gateway's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -54,14 +55,6 @@ class Holding:
         metrics: Metrics,
         clock_s: Callable[[], float],
     ) -> None:
-        """Hold nothing yet.
-
-        Args:
-            settings: How many may wait, and how long.
-            placement: Chooses replicas for them.
-            metrics: Are told.
-            clock_s: Unix time, seconds.
-        """
         self._settings, self._placement = settings, placement
         self._metrics, self._clock_s = metrics, clock_s
         self._line: WaitingLine[_Held] = WaitingLine()
@@ -70,11 +63,7 @@ class Holding:
     async def place(self, answer: Answer, max_wait_s: float | None = None) -> Pick:
         """Wait until a replica has room, and return it, with a place that is reserved.
 
-        Being cancelled gives the place up.
-
-        Args:
-            answer: To the request that waits.
-            max_wait_s: At most so long; None: as long as the line lets anyone.
+        Being cancelled gives the place up. `max_wait_s` replaces the queue's.
 
         Raises:
             QueueFull: As many wait as may.
@@ -90,7 +79,9 @@ class Holding:
         try:
             return await self._wait(held, max_wait_s or self._settings.max_wait_s)
         finally:
-            self._end(held)
+            self._line.remove(held)
+            self._metrics.held.set(len(self._line))
+            self._metrics.held_seconds.observe(self._clock_s() - held.since_s)
 
     def _expected_wait_s(self) -> float:
         """Twice the mean age: in a line that moves steadily ages are uniform up to the wait."""
@@ -126,26 +117,17 @@ class Holding:
                 return
             answer = held.answer
             # What some that want the same could not have, others cannot either.
-            wants = (self._placement.fitting(answer), frozenset(answer.tried))
+            wants = (self._placement.availability.fitting_pools(answer), frozenset(answer.tried))
             if wants in blocked or held.placed.done():
                 continue
-            pick = self._try(answer)
+            pick = None
+            with contextlib.suppress(ReplicaFull):
+                pick = self._placement.pick(answer)
             if pick is None:
                 blocked.add(wants)
                 continue
             self._line.remove(held)
             held.placed.set_result(pick)
-
-    def _try(self, answer: Answer) -> Pick | None:
-        try:
-            return self._placement.pick_now(answer)
-        except ReplicaFull:
-            return None
-
-    def _end(self, held: _Held) -> None:
-        self._line.remove(held)
-        self._metrics.held.set(len(self._line))
-        self._metrics.held_seconds.observe(self._clock_s() - held.since_s)
 
     def _look_later(self) -> None:
         self._metrics.held.set(len(self._line))
@@ -161,18 +143,19 @@ class Holding:
     def describe(self) -> dict[str, Any]:
         """Tell who waits, who is next first, and why: how full pools are."""
         now_s, settings = self._clock_s(), self._settings
+        availability = self._placement.availability
         waiting = [
             {
                 "request_id": held.answer.request.request_id, "waited_s": now_s - held.since_s,
                 "tenant": held.answer.request.tenant,
                 "prompt_tokens": held.answer.prompt.num_tokens,
                 "replicas_that_failed": len(held.answer.tried),
-                "pools": self._placement.fitting(held.answer),
+                "pools": availability.fitting_pools(held.answer),
                 **order_fields(held.answer.order_key),
             }
             for held in islice(self._line.in_order(now_s), _MOST_SHOWN)
         ]  # fmt: skip
         return {
             "max_requests": settings.max_requests, "max_wait_s": settings.max_wait_s,
-            "held": len(self._line), "requests": waiting, "full": self._placement.windows(),
+            "held": len(self._line), "requests": waiting, "full": availability.windows(),
         }  # fmt: skip

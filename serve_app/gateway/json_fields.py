@@ -16,7 +16,7 @@ def spans(text: str) -> list[tuple[str, Any, int, int]]:
     Raises:
         ValueError: It is not a JSON object.
     """
-    at, found = _after(text, 0, "{"), []
+    at, fields = _after(text, 0, "{"), []
     if text[at : at + 1] == "}":
         return []
     while True:
@@ -25,24 +25,19 @@ def spans(text: str) -> list[tuple[str, Any, int, int]]:
         name, at = _value_at(text, at)
         start = _after(text, at, ":")
         value, end = _value_at(text, start)
-        found.append((name, value, start, end))
+        fields.append((name, value, start, end))
         at = _skip(text, end)
         if text[at : at + 1] != ",":
             _after(text, at, "}")
-            return found
+            return fields
         at = _skip(text, at + 1)
 
 
 def replace_field(body: bytes, name: str, value: str | int) -> bytes:
     """Return an object with another value of one field; the rest of it stays byte by byte.
 
-    Args:
-        body: UTF-8.
-        name: Of the field; where it is not there, nothing changes.
-        value: A text or a number.
-
     Raises:
-        ValueError: It is not a JSON object.
+        ValueError: It is not a JSON object in UTF-8.
     """
     text, new = body.decode(), json.dumps(value)
     pieces, done = [], 0
@@ -56,24 +51,22 @@ def replace_field(body: bytes, name: str, value: str | int) -> bytes:
 def set_field(body: bytes, name: str, value: str | int) -> bytes:
     """Return an object with a value of one field, put first where the field is not there.
 
-    The rest of it stays byte by byte. Arguments as for `replace_field`.
-
     Raises:
-        ValueError: It is not a JSON object.
+        ValueError: It is not a JSON object in UTF-8.
     """
     text = body.decode()
-    found = spans(text)
-    if any(field == name for field, *_ in found):
+    fields = spans(text)
+    if any(field == name for field, *_ in fields):
         return replace_field(body, name, value)
     start = _after(text, 0, "{")
-    field = f"{json.dumps(name)}: {json.dumps(value)}{', ' if found else ''}"
+    field = f"{json.dumps(name)}: {json.dumps(value)}{', ' if fields else ''}"
     return f"{text[:start]}{field}{text[start:]}".encode()
 
 
 def _skip(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None
-    return found.end()
+    space = _SPACE.match(text, at)
+    assert space is not None
+    return space.end()
 
 
 def _after(text: str, at: int, expected: str) -> int:

@@ -26,10 +26,8 @@ async def watch_service(
 ) -> None:
     """Watch without end.
 
-    Args:
-        service: The service.
-        use: Called with the URLs of its ready endpoints, each with one that names the service.
-        fail: Called with why nothing new is known.
+    `use` is called with the URLs of ready endpoints, each with one that names the service, and
+    `fail` with why nothing new is known.
     """
     while True:
         try:
@@ -65,10 +63,10 @@ class _Watch:
             status, body = await self.client.get(self._origin, self._head(""), _MAX_LIST_BYTES)
         if status != 200:
             raise ValueError(f"it answered {status}")
-        found = json.loads(body)
-        self._slices = {one["metadata"]["name"]: one for one in found["items"]}
+        listed = json.loads(body)
+        self._slices = {item["metadata"]["name"]: item for item in listed["items"]}
         self._tell()
-        version = found["metadata"]["resourceVersion"]
+        version = listed["metadata"]["resourceVersion"]
         while version:
             version = await self._follow(version)
             await asyncio.sleep(_AGAIN_S / 5)
@@ -100,19 +98,19 @@ class _Watch:
 
     def _tell(self) -> None:
         """Say which endpoints are ready; of a service with both kinds of IP, those of IPv4."""
-        wanted, found = self._service.port, dict[str, str | None]()
-        kinds = {one["addressType"] for one in self._slices.values()}
-        for one in self._slices.values():
-            listed = one.get("ports") or ()
+        wanted, urls = self._service.port, dict[str, str | None]()
+        kinds = {item["addressType"] for item in self._slices.values()}
+        for item in self._slices.values():
+            listed = item.get("ports") or ()
             ports = [port["port"] for port in listed if wanted in (None, port.get("name"))]
             ports = [wanted] if isinstance(wanted, int) else ports
-            if not ports or (one["addressType"] == "IPv6" and "IPv4" in kinds):
+            if not ports or (item["addressType"] == "IPv6" and "IPv4" in kinds):
                 continue
             named = url_of(f"{self._service.service}.{self._namespace}.svc", ports[0])
-            for endpoint in one.get("endpoints") or ():
+            for endpoint in item.get("endpoints") or ():
                 if (endpoint.get("conditions") or {}).get("ready") is not False:
-                    found[url_of(endpoint["addresses"][0], ports[0])] = named
-        self._use(found)
+                    urls[url_of(endpoint["addresses"][0], ports[0])] = named
+        self._use(urls)
 
     def _head(self, query: str) -> bytes:
         token = ACCOUNT / "token"  # Kubernetes puts another there now and then.

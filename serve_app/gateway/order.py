@@ -14,21 +14,21 @@ _bounded: Callable[..., tuple[float, float, float]] = cast(Any, waiting_key.boun
 
 
 def bounded_key(
-    asked: OrderKey | None, arrival_s: float, now_s: float, max_overtaking_s: float
+    wanted: OrderKey | None, arrival_s: float, now_s: float, max_overtaking_s: float
 ) -> OrderKey | None:
     """Return the key that a request waits by (`tokenyard.routing.scores.waiting_key`).
 
     Args:
-        asked: What the policy orders by, Unix time, seconds; None: it orders nothing, and the
+        wanted: Key that the policy gives, Unix time, seconds; None: it orders nothing, and the
             request waits behind all that are there.
         arrival_s: Arrival of the request, Unix time, seconds.
         now_s: When it is placed, Unix time, seconds.
         max_overtaking_s: Of the scenario.
     """
-    if asked is None:
+    if wanted is None:
         return None
     # A policy may answer numbers of numpy, which are not written as Python writes its own.
-    numbers = tuple(map(float, asked))
+    numbers = tuple(map(float, wanted))
     return OrderKey(*_bounded(numbers, arrival_s, now_s, max_overtaking_s))
 
 
@@ -40,6 +40,6 @@ def order_fields(order_key: OrderKey | None) -> dict[str, float | None]:
     numbers = (math.inf,) * 3 if order_key is None else order_key
     names = ("order_key_s", "late_at_s", "late_key_s")
     return {
-        name: float(one) if math.isfinite(one) else None
-        for name, one in zip(names, numbers, strict=True)
+        name: float(number) if math.isfinite(number) else None
+        for name, number in zip(names, numbers, strict=True)
     }

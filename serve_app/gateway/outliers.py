@@ -34,29 +34,25 @@ class OutlierDetector:
     def __init__(
         self, settings: OutlierEjection, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
-        """Know of no failure; `clock_s` is any clock that does not go back, seconds."""
         self._settings = settings
         self.clock_s = clock_s
         self.records: dict[str, _Record] = {}
         """Of replicas that have failed lately, by id; where there is none, all are admitted."""
-        self._in_a_row: dict[str, int] = {}
+        self.in_a_row: dict[str, int] = {}
         """Failures of replicas since an answer of theirs last began."""
 
     def fail(self, replica_id: str, sent_s: float) -> bool:
         """Note a failure; return whether the replica is ejected for it.
 
-        Args:
-            replica_id: Which failed.
-            sent_s: When the request was sent, by the detector's clock: those that were under way
-                when it was ejected say nothing new.
+        Requests that were sent before it was ejected, by the detector's clock, say nothing new.
         """
         now_s, record = self.clock_s(), self.records.get(replica_id)
         if record is not None and sent_s < record.until_s:
             return False
-        in_a_row = self._in_a_row.pop(replica_id, 0) + 1
+        in_a_row = self.in_a_row.pop(replica_id, 0) + 1
         is_on_trial = record is not None and not self._readmitted(record)
         if in_a_row < self._settings.consecutive_failures and not is_on_trial:
-            self._in_a_row[replica_id] = in_a_row
+            self.in_a_row[replica_id] = in_a_row
             return False
         level = 1 if record is None else self._level(record, now_s) + 1
         most_s, base_s = self._settings.max_s, self._settings.base_s
@@ -66,7 +62,7 @@ class OutlierDetector:
 
     def begin(self, replica_id: str, sent_s: float) -> None:
         """Note that an answer has begun: the replica works."""
-        self._in_a_row.pop(replica_id, None)
+        self.in_a_row.pop(replica_id, None)
         record = self.records.get(replica_id)
         if record is None or sent_s < record.until_s:
             return
@@ -88,23 +84,23 @@ class OutlierDetector:
 
     def keep(self, replica_ids: Iterable[str]) -> None:
         """Forget the replicas that are not there, once they would be readmitted."""
-        if self._in_a_row:
-            self._in_a_row = {r: n for r, n in self._in_a_row.items() if r in set(replica_ids)}
+        if self.in_a_row:
+            self.in_a_row = {r: n for r, n in self.in_a_row.items() if r in set(replica_ids)}
         if self.records:
             kept, now_s = set(replica_ids), self.clock_s()
             # Until then they may come back, or have not been found yet since a restart.
             self.records = {
-                name: one
-                for name, one in self.records.items()
-                if name in kept or now_s < one.until_s
+                name: record
+                for name, record in self.records.items()
+                if name in kept or now_s < record.until_s
             }
 
     def saved(self) -> dict[str, Any]:
         """Failures that are not forgiven, with times from now on, seconds."""
         now_s = self.clock_s()
         return {
-            replica_id: [one.level, one.ejected_s - now_s, one.until_s - now_s, one.num_begun]
-            for replica_id, one in self.records.items()
+            name: [record.level, record.ejected_s - now_s, record.until_s - now_s, record.num_begun]
+            for name, record in self.records.items()
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -141,26 +137,19 @@ class BackOff(dict[tuple[Any, ...], tuple[float, float]]):
     def __init__(
         self, base_s: float, max_s: float, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
-        """Ask everything.
-
-        Args:
-            base_s: For how long something is left alone the first time, seconds.
-            max_s: Longest such time, seconds.
-            clock_s: Any clock that does not go back, seconds.
-        """
         super().__init__()
         self._base_s, self._max_s, self._clock_s = base_s, max_s, clock_s
 
-    def refuse(self, what: tuple[Any, ...], told_s: float | None = None) -> None:
-        """Note a refusal; `told_s` is when it says that it may be asked again, seconds."""
+    def refuse(self, what: tuple[Any, ...], retry_after_s: float | None = None) -> None:
+        """Note a refusal; `retry_after_s` is when it says that it may be asked again, seconds."""
         now_s = self._clock_s()
         until_s, rest_s = self.get(what, (-math.inf, 0.0))
         # Those that were on their way when it refused say nothing new.
         if now_s >= until_s:
             rest_s = min(max(2.0 * rest_s, self._base_s), self._max_s)
             until_s = now_s + rest_s
-        told_until_s = now_s + min(told_s or 0.0, self._max_s)
-        self[what] = (max(until_s, told_until_s), rest_s)
+        retry_s = now_s + min(retry_after_s or 0.0, self._max_s)
+        self[what] = (max(until_s, retry_s), rest_s)
 
     def left_s(self, what: tuple[Any, ...]) -> float:
         """Time for which it is still left alone, seconds; 0: it may be asked."""

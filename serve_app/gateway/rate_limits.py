@@ -107,7 +107,6 @@ class Meter:
     def __init__(
         self, what: Quantity, per_minute: int | None, per_day: int | None, now: Now
     ) -> None:
-        """Begin with nothing used; None: no such limit."""
         self.what, self._per_day = what, per_day
         self._bucket = None if per_minute is None else Bucket(per_minute, now.ns)
         self._now, self._used = now, 0
@@ -274,11 +273,8 @@ class RateLimits:
     ) -> None:
         """Count from nothing.
 
-        Args:
-            limits_of: Says what a caller may ask for, None where that is all; LookupError where it
-                is not known any more.
-            clock_ns: A clock that never goes back, nanoseconds.
-            clock_s: Unix time, seconds.
+        `limits_of` returns what a caller may ask for, None where that is all, and raises a
+        LookupError where the caller is not known any more.
         """
         self._limits_of, self._clock_ns, self._clock_s = limits_of, clock_ns, clock_s
         self._by_key: dict[str, Account] = {}
@@ -312,8 +308,8 @@ class RateLimits:
             account.requests.advance(now)
             account.tokens.advance(now)
         # Of keys that have not asked since the restart: their buckets are full a minute after.
-        kept = {key: _without_level(one) for key, one in self._restored.items()}
-        used = {key: one.saved() for key, one in self._by_key.items()}
+        kept = {key: _without_level(saved) for key, saved in self._restored.items()}
+        used = {key: account.saved() for key, account in self._by_key.items()}
         return {"saved_s": self._clock_s(), "keys": kept | used}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -330,13 +326,13 @@ class RateLimits:
             if account is None:
                 account = self._by_key[caller.key] = self._opened(caller.key, limits, now)
         else:
-            name, known = _network_of(caller.address), self._by_address
-            account = known.get(name)
+            name, accounts = _network_of(caller.address), self._by_address
+            account = accounts.get(name)
             if account is None:
-                account = known[name] = Account(limits, now)
-            known.move_to_end(name)
-            if len(known) > _MAX_ADDRESSES:
-                known.popitem(last=False)
+                account = accounts[name] = Account(limits, now)
+            accounts.move_to_end(name)
+            if len(accounts) > _MAX_ADDRESSES:
+                accounts.popitem(last=False)
         if account.limits is not limits:
             account.change(limits, now)
         return account
@@ -358,12 +354,12 @@ def _without_level(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _network_of(address: str) -> str:
     """Return what one caller has: an address, or of IPv6 a network of 64 bits."""
     try:
-        found = ipaddress.ip_address(address)
+        parsed = ipaddress.ip_address(address)
     except ValueError:
         return address
-    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
-        return str(ipaddress.ip_network((int(found) >> 64 << 64, 64)))
-    return str(getattr(found, "ipv4_mapped", None) or found)
+    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is None:
+        return str(ipaddress.ip_network((int(parsed) >> 64 << 64, 64)))
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
 
 
 def _duration(ns: int) -> str:

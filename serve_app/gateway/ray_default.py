@@ -18,7 +18,6 @@ class RayDefault:
     """
 
     def __init__(self) -> None:
-        """Start without replicas; must be called on the event loop that asks."""
         self._router = ray_private.PowerOfTwoChoicesRequestRouter(
             deployment_id=ray_private.DeploymentID("all-pools", "tokenyard"),
             handle_source=ray_private.DeploymentHandleSource.REPLICA,
@@ -31,8 +30,8 @@ class RayDefault:
 
     def update(self, replicas: Sequence[RunningReplica]) -> None:
         """Take the replicas of all pools."""
-        known = self._router.curr_replicas
-        if {r.replica_id for r in replicas} != set(known):
+        replica_ids = self._router.curr_replicas
+        if {r.replica_id for r in replicas} != set(replica_ids):
             self._router.update_replicas(list(replicas))
 
     async def choose(self) -> str:
@@ -48,13 +47,13 @@ class RayDefault:
 
     def finished(self, replica_id: str) -> None:
         """Note that a request has left a replica."""
-        for known in self._router.curr_replicas:
-            if known.unique_id == replica_id:
-                self._router.decrement_queue_len_cache(known)
+        for current in self._router.curr_replicas:
+            if current.unique_id == replica_id:
+                self._router.decrement_queue_len_cache(current)
                 return
 
     def died(self, replica_id: str) -> None:
         """Note that a replica does not answer."""
-        for known in list(self._router.curr_replicas):
-            if known.unique_id == replica_id:
-                self._router.on_replica_actor_died(known)
+        for current in list(self._router.curr_replicas):
+            if current.unique_id == replica_id:
+                self._router.on_replica_actor_died(current)

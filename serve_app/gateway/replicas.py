@@ -143,13 +143,7 @@ class InFlight:
         self._row[columns.STATE_OUTPUT_IN_FLIGHT] = self.output_tokens
 
     def close(self, request_id: str, now_s: float, response_s: float | None = None) -> None:
-        """Note the end of a request.
-
-        Args:
-            request_id: Unknown ones are ignored.
-            now_s: Unix time, seconds.
-            response_s: How long it took; None where it was not completed.
-        """
+        """Note the end of a request; `response_s` is None where it was not completed."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -186,10 +180,8 @@ class Prompt:
     ) -> None:
         """Hash nothing yet.
 
-        Args:
-            token_ids: Of the prompt, or of pieces of it by which its blocks are named.
-            blocks: Names of its blocks that are known already, by the size of a block, tokens.
-            num_tokens: Length of the prompt; None: that of `token_ids`.
+        `token_ids` may be of pieces by which its blocks are named; it then has `num_tokens`. Some
+        names of blocks may be known already, by the size of a block, tokens.
         """
         self.token_ids = token_ids
         self.num_tokens = len(token_ids) if num_tokens is None else num_tokens
@@ -221,16 +213,8 @@ class ReplicaState:
     ) -> None:
         """Believe that the replica is idle until it says otherwise.
 
-        Args:
-            replica_id: Its name.
-            pool: Its pool's name.
-            profile: Its speed.
-            prefixes: Of all replicas with blocks of this size.
-            block_tokens: Tokens of one block of its prefix cache; 0: it has none.
-            now_s: Unix time, seconds.
-            row: Is told of it.
-            row_number: Which row that is.
-            retell: Called where the profile has changed.
+        `prefixes` are of all replicas with blocks of so many tokens; 0: it has no prefix cache.
+        `retell` is called where the profile has changed.
         """
         self.replica_id = replica_id
         self.pool = pool
@@ -327,11 +311,7 @@ class ReplicaTable:
     """All replicas of all pools, a row of numbers for each; not thread-safe."""
 
     def __init__(self, mean_lengths_tokens: tuple[float, float]) -> None:
-        """Start without replicas.
-
-        Args:
-            mean_lengths_tokens: Mean prompt and output of a request, tokens; speeds are for such.
-        """
+        """Start empty; speeds are for requests of these mean prompts and outputs, tokens."""
         self._mean_lengths_tokens = mean_lengths_tokens
         self.replicas: dict[str, ReplicaState] = {}
         self.pools: list[str] = []
@@ -354,9 +334,8 @@ class ReplicaTable:
         self, replica_id: str, pool: str, profile: EngineProfile, block_tokens: int, now_s: float
     ) -> ReplicaState:
         """Track a replica; one that is known keeps what is in flight."""
-        known = self.replicas.get(replica_id)
-        if known is not None:
-            return known
+        if replica_id in self.replicas:
+            return self.replicas[replica_id]
         if not self._free:
             self._grow()
         number = self._free.pop()
@@ -377,13 +356,13 @@ class ReplicaTable:
         """Forget the replicas of a pool that are no longer there."""
         kept = set(replica_ids)
         gone = [r for r in self.replicas.values() if r.pool == pool and r.replica_id not in kept]
-        for one in gone:
-            del self.replicas[one.replica_id]
-            self._prefixes[one.block_tokens].forget(one.row)
+        for replica in gone:
+            del self.replicas[replica.replica_id]
+            self._prefixes[replica.block_tokens].forget(replica.row)
             # What still ends there must not be told to whoever has the row next.
-            one.tell([0.0] * columns.NUM_STATE)
-            self._at[one.row] = None
-            self._free.append(one.row)
+            replica.tell([0.0] * columns.NUM_STATE)
+            self._at[replica.row] = None
+            self._free.append(replica.row)
         if gone:
             self._rows = None
             self._sets.clear()
@@ -412,12 +391,7 @@ class ReplicaTable:
         return rows if num == len(rows) else self._scratch[:num].copy()
 
     def snapshots(self, rows: IntArray, prompt: Prompt) -> SnapshotTable:
-        """What a policy may know of some replicas when a prompt is to be placed.
-
-        Args:
-            rows: As `offered` has them, shape (num,).
-            prompt: To be placed.
-        """
+        """What a policy may know of the replicas in some rows when a prompt is to be placed."""
         matches = self._match_tokens
         matches.fill(0)
         for block_tokens, prefixes in self._prefixes.items():
@@ -440,18 +414,18 @@ class ReplicaTable:
 
     def _candidates(self, rows: IntArray) -> Candidates:
         key = rows.tobytes()
-        known = self._sets.get(key)
-        if known is None:
+        candidates = self._sets.get(key)
+        if candidates is None:
             if len(self._sets) >= _MAX_CANDIDATE_SETS:
                 self._sets.clear()
             replicas = [self.at(row) for row in rows.tolist()]
-            known = Candidates(
+            candidates = Candidates(
                 tuple(replica.replica_id for replica in replicas),
                 tuple(replica.pool for replica in replicas),
                 np.ascontiguousarray(self.state[rows, : columns.NUM_FIXED]),
             )
-            self._sets[key] = known
-        return known
+            self._sets[key] = candidates
+        return candidates
 
     def _tell_profile(self, replica: ReplicaState) -> None:
         if self._at[replica.row] is not replica:

@@ -43,13 +43,8 @@ class Scraper:
     ) -> None:  # fmt: skip
         """Ask nothing before `start`.
 
-        Args:
-            client: Makes the connections.
-            origin: The endpoint.
-            key: A header's line with its token, or nothing.
-            names: Where its metrics are and what they are called, where that is not as usual.
-            changed: Called when there is news.
-            failed: Called for each scrape that had no answer.
+        `key` is a header's line with the endpoint's token, or nothing. `changed` is called when
+        there is news, `failed` for each scrape that had no answer.
         """
         self.reading, self.heard_s = Reading(), 0.0
         """What it published last, maybe nothing, and when it answered, Unix time, seconds."""

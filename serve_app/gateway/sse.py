@@ -19,7 +19,7 @@ _MOST_TOKENS = 10**9
 _USED = re.compile(
     rb'"((?:completion|output|prompt|(?:cache_(?:read|creation)_)?input)_tokens)"\s*:\s*(\d{1,9})\b'
 )
-_RESPONSE_ID, _ID = (re.compile(rb'"id"\s*:\s*"(%b[^"]+)"' % one) for one in (rb"resp", b""))
+_RESPONSE_ID, _ID = (re.compile(rb'"id"\s*:\s*"(%b[^"]+)"' % prefix) for prefix in (rb"resp", b""))
 _INPUTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 """Anthropic's usage leaves out of the first what a cache held, or was given."""
 _CUT = re.compile(
@@ -268,26 +268,25 @@ def _count_plain(lines: bytes) -> int | None:
 def peek_whole(body: bytes) -> tuple[int, FinishReason, dict[str, int]]:
     """Return the tokens of an answer that came at once, how it ended, and all that it tells.
 
-    Args:
-        body: Of a long one, its last part. 0 tokens: it does not say.
+    The last part of a long body is enough; 0 tokens: it does not say.
     """
-    found = _USED.findall(body, max(body.rfind(b'"usage"'), 0))
-    usage = {name.decode(): int(number) for name, number in found}
+    counts = _USED.findall(body, max(body.rfind(b'"usage"'), 0))
+    usage = {name.decode(): int(number) for name, number in counts}
     reason: FinishReason = "length" if _CUT.search(body) else "stop"
     return usage.get("completion_tokens", usage.get("output_tokens", 0)), reason, usage
 
 
 def id_in(body: bytes | bytearray) -> str:
     """Return the id of a response that came at once; empty: it has none."""
-    found = _RESPONSE_ID.search(body) or _ID.search(body)
-    return found[1].decode("latin-1") if found else ""
+    match = _RESPONSE_ID.search(body) or _ID.search(body)
+    return match[1].decode("latin-1") if match else ""
 
 
 def prompt_tokens_of(usage: Mapping[str, Any]) -> int:
     """Tokens of the prompt; 0: it does not say."""
-    if type(told := usage.get("prompt_tokens")) is int:
-        return told
-    return sum([told for name in _INPUTS if type(told := usage.get(name)) is int])
+    if type(count := usage.get("prompt_tokens")) is int:
+        return count
+    return sum([count for name in _INPUTS if type(count := usage.get(name)) is int])
 
 
 def last_part(tail: bytes, piece: bytes) -> bytes:

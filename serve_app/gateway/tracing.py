@@ -104,9 +104,7 @@ class Tracing:
     ) -> Iterator[tuple[RequestSpan, bytes]]:
         """Trace a request while it is served; yields its span, and the header's line that names it.
 
-        Args:
-            trace: Header lines by which the caller names its trace; empty: it does not.
-            attributes: Of the span.
+        `trace` has the header lines by which the caller names its trace; empty: it does not.
         """
         from opentelemetry.trace import SpanKind
 
@@ -150,11 +148,11 @@ def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
 
 def _exporter(name: str, environment: Mapping[str, str]) -> SpanExporter:
     if name == "otlp":
-        told = (environment.get(one) for one in _PROTOCOLS)
-        protocol = next((one for one in told if one), "http/protobuf")
+        protocols = (environment.get(variable) for variable in _PROTOCOLS)
+        protocol = next((each for each in protocols if each), "http/protobuf")
         name = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
-    for found in entry_points(group="opentelemetry_traces_exporter", name=name):
-        made: Any = found.load()
+    for entry_point in entry_points(group="opentelemetry_traces_exporter", name=name):
+        made: Any = entry_point.load()
         exporter: SpanExporter = made()
         return exporter
     raise ValueError(

@@ -83,12 +83,7 @@ class Origin:
 
     @classmethod
     def of(cls, url: str, named: str | None = None) -> Origin:
-        """Read a URL.
-
-        Args:
-            url: Where to connect.
-            named: URL whose host stands in requests and certificates; None: the same.
-        """
+        """Read a URL; the host of `named` stands in requests and certificates, if it is given."""
         parts, names = urlsplit(url), named or url
         tls = parts.scheme == "https"
         host = parts.hostname or ""
@@ -98,14 +93,7 @@ class Origin:
         return cls(url, host, port, tls, parts.path.encode(), authority, server_name)
 
     def head(self, method: bytes, path: bytes, headers: bytes, num_bytes: int) -> bytes:
-        """Write a request's head.
-
-        Args:
-            method: Such as `POST`.
-            path: With its query.
-            headers: Lines, each with its end.
-            num_bytes: Of the body.
-        """
+        """Write a request's head: path with query, header lines each with its end."""
         length = b"content-length: %d\r\n" % num_bytes if num_bytes or method == b"POST" else b""
         line = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (method, self.path, path, self.authority)
         return b"".join((line, headers, length, b"\r\n"))
@@ -260,28 +248,21 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self.fail(UpstreamError("sent what is not HTTP"))
-        if self._take is not None and self._is_taken(self._take):
-            return
+        waiter, pieces = self._waiter, self._pieces
+        is_awaited = waiter is not None and not waiter.done() and self._error is None
+        if self._take is not None and is_awaited and not self._done:
+            if not pieces:
+                return
+            if self._take(pieces[0] if len(pieces) == 1 else b"".join(pieces), None):
+                self._num_unread = 0
+                pieces.clear()
+                return
+            self._take = None  # What follows has to come after it.
         if not self._head_done:
             self._num_head += len(data)
             if self._num_head > _MAX_HEAD_BYTES:
                 self.fail(UpstreamError("sent headers that are too long"))
         self._wake()
-
-    def _is_taken(self, take: Take) -> bool:
-        """Give away what has come; False: whoever reads has to look."""
-        pieces, waiter = self._pieces, self._waiter
-        if self._done or self._error is not None or waiter is None or waiter.done():
-            return False
-        if pieces:
-            piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            if not take(piece, None):
-                # What follows has to come after it.
-                self._take = None
-                return False
-            self._num_unread = 0
-            pieces.clear()
-        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the answer: that may be its end, or not."""
@@ -350,11 +331,9 @@ class UpstreamClient:
     """Sends requests to endpoints, over connections that are there where there are some."""
 
     def __init__(self, connect_s: float, tls: ssl.SSLContext | None = None) -> None:
-        """Allow each connection so long to come about, TLS included.
+        """Allow each connection `connect_s` to come about, TLS included.
 
-        Args:
-            connect_s: That time, seconds.
-            tls: Whom to trust; None: whom the system does.
+        `tls` says whom to trust; None: whom the system does.
         """
         self.connect_s = connect_s
         self._tls = tls or ssl.create_default_context()
@@ -370,41 +349,27 @@ class UpstreamClient:
         """Send a request, and wait for the head of its answer.
 
         It is sent once. It is sent once more, over a new connection, where an endpoint closed one
-        that was kept idle before it could see the request.
-
-        Args:
-            origin: Where to.
-            head: As `Origin.head` writes it.
-            body: Its bytes.
-            watch: Told of the connection each time that the request is sent, so that it can be made
-                to `fail`.
+        that was kept idle before it could see the request. `watch` is given the connection each
+        time, so that it can be made to `fail`.
 
         Raises:
             UpstreamError: There is no connection, or it broke.
             Exception: What the connection was made to fail with.
         """
-        kept = self._idle(origin)
-        if kept is not None:
-            sent_s = asyncio.get_running_loop().time()
+        kept, clock_s = self._idle(origin), asyncio.get_running_loop().time
+        while True:
+            connection, sent_s = kept or await self._connect(origin), clock_s()
+            if connection.send(head, body):
+                watch(connection)
             try:
-                return await self._ask(kept, head, body, watch)
-            except UpstreamError:
-                waited_s = asyncio.get_running_loop().time() - sent_s
-                if kept.heard or waited_s > _STALE_S:
+                await connection.wait_for_head()
+                return connection
+            except BaseException as error:
+                self.release(connection)
+                is_new = kept is None or connection.heard or clock_s() - sent_s > _STALE_S
+                if is_new or not isinstance(error, UpstreamError):
                     raise
-        return await self._ask(await self._connect(origin), head, body, watch)
-
-    async def _ask(
-        self, connection: Connection, head: bytes, body: bytes, watch: Callable[[Connection], None]
-    ) -> Connection:
-        if connection.send(head, body):
-            watch(connection)
-        try:
-            await connection.wait_for_head()
-        except BaseException:
-            self.release(connection)
-            raise
-        return connection
+                kept = None
 
     async def get(self, origin: Origin, head: bytes, max_bytes: int) -> tuple[int, bytes]:
         """Return status and body of a whole answer.
@@ -434,8 +399,8 @@ class UpstreamClient:
 
     async def close(self) -> None:
         """Close every connection."""
-        for one in list(self._made):
-            one.close()
+        for connection in list(self._made):
+            connection.close()
         self._made.clear()
         await asyncio.sleep(0)
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from prometheus_client import generate_latest
 from pydantic import BaseModel, Field
 
 from serve_app.gateway.gateway import Gateway
@@ -131,7 +132,8 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
     async def metrics() -> Response:
         """Everything that is counted, for Prometheus."""
         gateway.observe()
-        return Response(gateway.metrics.exposition(), media_type="text/plain; version=0.0.4")
+        text = generate_latest(gateway.metrics.registry)
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     @router.get("/", include_in_schema=False)
     async def watch() -> HTMLResponse:

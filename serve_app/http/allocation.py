@@ -181,7 +181,7 @@ def describe(allocator: Allocator) -> AllocationAnswer:
         reason=allocator.reason,
         changing=allocator.is_changing,
         may_switch=allocator.may_switch,
-        switches_left=allocator.switches_left,
+        switches_left=allocator.limits.switches_left,
         gpu_budget=allocator.budget,
         gpus_held=allocator.gpus_held,
         slot_s=allocator.slot_s,

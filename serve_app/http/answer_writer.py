@@ -6,8 +6,6 @@ import json
 import time
 from typing import Any
 
-from pydantic import BaseModel
-
 from serve_app.engines.texts import TextChunk
 from serve_app.http.generation_reader import Generation
 from serve_app.http.openai_schema import (
@@ -31,16 +29,8 @@ _GOES_ON = '"finish_reason":null,"logprobs":null}'
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def writer_of(generation: Generation, request_id: str) -> AnswerWriter:
-    """Make what writes the answer to a body."""
-    kind = _ChatWriter if generation.is_chat else _CompletionWriter
-    return kind(generation, request_id)
-
-
 class AnswerWriter:
     """Lays the answer to one body out as its caller asked for it."""
-
-    kind = ""
 
     def __init__(self, generation: Generation, request_id: str) -> None:
         body = generation.body
@@ -50,8 +40,10 @@ class AnswerWriter:
         self._prompt_tokens = len(generation.token_ids)
         self._head = {"id": request_id, "created": int(time.time()), "model": body.model}
         self.streams, self._texts = bool(body.stream), list[str]()
+        self._is_chat = generation.is_chat
         if self.streams:
-            opening = _encode({**self._head, "object": self.kind})
+            kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+            opening = _encode({**self._head, "object": kind})
             self._opening = f'data: {opening[:-1]},"choices":['
         self._last: TextChunk | None = None
         names = EVENT_HEADERS if self.streams else _JSON_HEADERS
@@ -72,11 +64,11 @@ class AnswerWriter:
         last = self._last
         assert last is not None
         if not self.streams:
-            answer = self._whole("".join(self._texts), last)
-            return answer.model_dump_json(exclude_none=True).encode()
+            return self._whole(last).model_dump_json(exclude_none=True).encode()
         if not self._include_usage:
             return _DONE
-        return f'{self._opening}],"usage":{self._usage_json(last)}}}\n\n'.encode() + _DONE
+        usage = self._usage(last).model_dump_json()
+        return f'{self._opening}],"usage":{usage}}}\n\n'.encode() + _DONE
 
     def _used(self, chunk: TextChunk) -> str:
         """The tokens so far, in the events that tell them."""
@@ -84,11 +76,8 @@ class AnswerWriter:
             return ',"usage":null'
         # The last event always tells: an event is not a token, and whoever counts has to know.
         if self._continuous or chunk.finish_reason is not None:
-            return f',"usage":{self._usage_json(chunk)}'
+            return f',"usage":{self._usage(chunk).model_dump_json()}'
         return ""
-
-    def _usage_json(self, chunk: TextChunk) -> str:
-        return self._usage(chunk).model_dump_json()
 
     def _usage(self, chunk: TextChunk) -> Usage:
         return Usage(
@@ -97,41 +86,22 @@ class AnswerWriter:
             total_tokens=self._prompt_tokens + chunk.num_tokens,
         )
 
-    def _whole(self, text: str, last: TextChunk) -> BaseModel:
-        raise NotImplementedError
+    def _whole(self, last: TextChunk) -> ChatAnswer | CompletionAnswer:
+        text, reason, usage = "".join(self._texts), _reason(last), self._usage(last)
+        if self._is_chat:
+            said = ChatChoice(message=AssistantMessage(content=text), finish_reason=reason)
+            return ChatAnswer(**self._head, choices=[said], usage=usage)
+        choice = CompletionChoice(text=text, finish_reason=reason)
+        return CompletionAnswer(**self._head, choices=[choice], usage=usage)
 
     def _choice(self, chunk: TextChunk, is_first: bool) -> str:
-        raise NotImplementedError
-
-
-class _CompletionWriter(AnswerWriter):
-    kind = "text_completion"
-
-    def _whole(self, text: str, last: TextChunk) -> BaseModel:
-        choice = CompletionChoice(text=text, finish_reason=_reason(last))
-        return CompletionAnswer(**self._head, choices=[choice], usage=self._usage(last))
-
-    def _choice(self, chunk: TextChunk, is_first: bool) -> str:
-        return f'{{"index":0,"text":{_encode(chunk.text)},{_end_of(chunk)}'
-
-
-class _ChatWriter(AnswerWriter):
-    kind = "chat.completion.chunk"
-
-    def _whole(self, text: str, last: TextChunk) -> BaseModel:
-        message = AssistantMessage(content=text)
-        choice = ChatChoice(message=message, finish_reason=_reason(last))
-        return ChatAnswer(**self._head, choices=[choice], usage=self._usage(last))
-
-    def _choice(self, chunk: TextChunk, is_first: bool) -> str:
+        reason = _reason(chunk)
+        end = _GOES_ON if reason is None else f'"finish_reason":"{reason}","logprobs":null}}'
+        if not self._is_chat:
+            return f'{{"index":0,"text":{_encode(chunk.text)},{end}'
         said = f'"content":{_encode(chunk.text)}' if chunk.text or is_first else ""
         who = '"role":"assistant",' if is_first else ""
-        return f'{{"index":0,"delta":{{{who}{said}}},{_end_of(chunk)}'
-
-
-def _end_of(chunk: TextChunk) -> str:
-    reason = _reason(chunk)
-    return _GOES_ON if reason is None else f'"finish_reason":"{reason}","logprobs":null}}'
+        return f'{{"index":0,"delta":{{{who}{said}}},{end}'
 
 
 def _reason(chunk: TextChunk) -> Any:

@@ -9,9 +9,15 @@ from typing import Any
 from starlette.types import Receive, Send
 
 from serve_app.cluster import SloClass
-from serve_app.gateway.exchange import Headers, InferenceRequest, RequestServer
-from serve_app.gateway.gateway import Refused, Unanswerable, Unserved
-from serve_app.gateway.generation import RequestRejected
+from serve_app.gateway.carrier import RequestServer
+from serve_app.gateway.exchange import InferenceRequest
+from serve_app.gateway.generation import (
+    Headers,
+    Refused,
+    RequestRejected,
+    Unanswerable,
+    Unserved,
+)
 from serve_app.gateway.sse import error_in
 from serve_app.http.answer_writer import EVENT_HEADERS
 from serve_app.http.connection import CallerConnection
@@ -30,7 +36,6 @@ class AsgiDownstream:
         self, send: Send, request: InferenceRequest, connection: CallerConnection | None = None,
         every_s: float | None = None,
     ) -> None:  # fmt: skip
-        """Send nothing yet; `connection` writes without a wait, comments come each `every_s`."""
         self.begun = False
         self.has_head = self.has_events = False
         """Whether the head has been sent, and whether it is that of a stream of events."""
@@ -125,8 +130,12 @@ def _error_event(path: bytes, error: Exception) -> bytes:
     status = error.status if isinstance(error, Refused | Unanswerable) else 503
     message, kind, code = str(error), kind_of(status), None
     if isinstance(error, RequestRejected):
-        told = error_in(error.body)
-        message, kind, code = told.message, str(told.type or kind_of(error.status)), told.code
+        rejection = error_in(error.body)
+        message, kind, code = (
+            rejection.message,
+            str(rejection.type or kind_of(error.status)),
+            rejection.code,
+        )
     event: dict[str, Any] = {"type": "error", "message": message}
     if path.startswith(b"/v1/messages"):
         kind = "api_error" if kind == "server_error" else kind
@@ -149,13 +158,8 @@ async def answer(
 ) -> None:
     """Have a request answered, unless its caller leaves.
 
-    Args:
-        gateway: Has it answered.
-        request: What is asked.
-        service_class: Its class.
-        receive: Tells when its caller leaves.
-        send: Takes the answer.
-        connection: Its caller's, which needs no task; None: it is another server's.
+    `connection` is the caller's, and saves a task that waits for it to leave; None: the server is
+    not ours.
 
     Raises:
         Exception: As `Gateway.serve`, where nothing has been sent.

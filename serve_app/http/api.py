@@ -45,13 +45,7 @@ class GatewayApi(FastAPI):
 
 
 def create_gateway_api(gateway: Gateway, tokenizers: Tokenizers, access: Access) -> FastAPI:
-    """Lay the HTTP routes over a gateway; one that only decides has no model, and regions.
-
-    Args:
-        gateway: Serves requests.
-        tokenizers: Of the models that are served: see `serve_app.http.data_path`.
-        access: Who may ask.
-    """
+    """Lay the HTTP routes over a gateway; one that only decides has no model, and regions."""
     # The usual documentation pages load scripts from the network; /docs is plain HTML instead.
     api = GatewayApi(title="Tokenyard gateway", docs_url=None, redoc_url=None)
     limits = gateway.cluster.limits

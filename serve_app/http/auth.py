@@ -58,13 +58,13 @@ class Access:
         Raises:
             ValueError: A token is empty or not ASCII, or both are the same.
         """
-        for one in (token, admin_token):
-            if one is not None and (not one or not one.isascii()):
+        for each in (token, admin_token):
+            if each is not None and (not each or not each.isascii()):
                 raise ValueError("a token must be ASCII and not empty")
         if token is not None and token == admin_token:
             raise ValueError("the admin token must differ from the token that all callers have")
         given = ((TOKEN, token, False), (ADMIN_TOKEN, admin_token, True))
-        tokens = [ApiKey.of_token(name, one, admin) for name, one, admin in given if one]
+        tokens = [ApiKey.of_token(name, secret, admin) for name, secret, admin in given if secret]
         self._tokens = KeyRing(tokens, UNLIMITED if token is None and keys is None else None)
         self._local_admin, self.keys = local_admin, keys
         self._has_keys = bool(tokens) or keys is not None
@@ -105,11 +105,7 @@ class Access:
         self.check_use(request)
 
     def check_use(self, request: HTTPConnection, generates: bool = False) -> Caller:
-        """Let a caller look, or ask models; return who it is.
-
-        Args:
-            request: What is asked.
-            generates: Whether models are asked.
+        """Let a caller look, or ask models (`generates`); return who it is.
 
         Raises:
             Denied: The key is missing, wrong or not for that.
@@ -123,7 +119,9 @@ class Access:
             models = None if key.models is None else frozenset(key.models)
             return Caller(key.tenant or "", key.name, _address_of(request), models)
         # Whoever gives a key means it. Where there are none, clients must give something.
-        is_wrong = self.keys is not None and any(one in request.headers for one in _KEY_HEADERS)
+        is_wrong = self.keys is not None and any(
+            header in request.headers for header in _KEY_HEADERS
+        )
         for ring in self._rings():
             if ring.without_key is not None and not is_wrong:
                 is_free = ring.without_key.are_none
@@ -187,8 +185,8 @@ class Access:
             given = sent.get(b"x-api-key", b"").decode("latin-1")
         if not given:
             return None
-        found = (ring.find(given.strip()) for ring in self._rings())
-        return next((one for one in found if one is not None), None)
+        keys = (ring.find(given.strip()) for ring in self._rings())
+        return next((key for key in keys if key is not None), None)
 
 
 def _address_of(request: HTTPConnection) -> str:

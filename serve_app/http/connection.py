@@ -52,9 +52,7 @@ class CallerConnection:
     def write(self, data: bytes, chunk: bytes | None = None) -> bool:
         """Write a piece, if the body has begun, is chunked and its reader keeps up.
 
-        Args:
-            data: The piece.
-            chunk: The same with the length before it, as it goes out, where somebody has it.
+        `chunk` is the same piece with the length before it, where it came as one.
         """
         cycle = self._cycle
         if not cycle.chunked_encoding or cycle.flow.write_paused or cycle.disconnected:

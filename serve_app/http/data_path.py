@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.tokenizer import EstimatedTokens, EstimatingTokenizer, Tokenizer
 from serve_app.gateway.callers import Caller
-from serve_app.gateway.exchange import Call, InferenceRequest, RequestServer
-from serve_app.gateway.gateway import Refused, Unserved
-from serve_app.gateway.generation import RequestRejected, new_id
+from serve_app.gateway.carrier import RequestServer
+from serve_app.gateway.exchange import Call, InferenceRequest
+from serve_app.gateway.generation import Refused, RequestRejected, Unserved, new_id
 from serve_app.gateway.replicas import Prompt
 from serve_app.gateway.tracing import HEADERS as TRACE
 from serve_app.http.answering import answer
@@ -53,14 +53,6 @@ class DataPath:
     def __init__(
         self, gateway: RequestServer, tokenizers: Tokenizers, intake: Intake, refuse: Refusal
     ) -> None:
-        """Answer by a gateway.
-
-        Args:
-            gateway: Has requests answered.
-            tokenizers: Say how long prompts are.
-            intake: Reads bodies, of those who may ask.
-            refuse: Writes a refusal.
-        """
         self._gateway, self._intake, self._refuse = gateway, intake, refuse
         cluster = gateway.cluster
         self._orders = any(pool.order == "priority" for pool in cluster.external_pools)
@@ -184,9 +176,9 @@ class DataPath:
         if self._orders and peeked.priority is not None:
             raise BadRequest("priority is set by the gateway here; leave it out", param="priority")
         name = peeked.class_name or headers.get(_CLASS, b"").decode("latin-1")
-        service_class = self._gateway.service_class(name)
+        service_class = self._gateway.cluster.service_class(name)
         if service_class is None:
-            names = [known.name for known in self._gateway.cluster.classes]
+            names = [each.name for each in self._gateway.cluster.classes]
             raise BadRequest(
                 f"service_tier {name!r} is not known; choose one of {names}", param="service_tier"
             )

@@ -34,14 +34,6 @@ class RouteService:
         log: DecisionLog | None = None,
         clock_s: Callable[[], float] = time.time,
     ) -> None:
-        """Ask a picker.
-
-        Args:
-            picker: Decides.
-            decide_only: Whether nothing else is served.
-            log: Where decisions are written; None: nowhere.
-            clock_s: Unix time, seconds.
-        """
         self._picker = picker
         self._decide_only = decide_only
         self._log = log if decide_only else None

@@ -91,13 +91,13 @@ class SnapshotMessage(StrictBody):
 
     def to_snapshot(self, arrival_s: float) -> ReplicaSnapshot:
         """Make the snapshot that a policy sees; no data becomes NaN."""
-        known = dict(self) | {
+        fields = dict(self) | {
             "predicted_wait_s": _or_nan(self.predicted_wait_s),
             "mean_response_s": _or_nan(self.mean_response_s),
             "observed_at_s": arrival_s if self.observed_at_s is None else self.observed_at_s,
             "engine": None if self.engine is None else EngineSnapshot(**dict(self.engine)),
         }
-        return ReplicaSnapshot(**known)
+        return ReplicaSnapshot(**fields)
 
 
 class RouteMessage(StrictBody):

@@ -17,12 +17,7 @@ class CancelOnDisconnect:
     """
 
     def __init__(self, receive: Receive, connection: CallerConnection | None = None) -> None:
-        """Watch a request whose body has been read.
-
-        Args:
-            receive: Tells when the caller leaves; takes a task that waits for it.
-            connection: Tells that without a task; None: the server has nothing of that kind.
-        """
+        """Watch a request whose body has been read; a connection of ours needs no task for that."""
         self._receive, self._connection = receive, connection
         self._leaving: asyncio.Task[None] | None = None
         self.is_gone = False

@@ -6,9 +6,9 @@ It is told of no policy and no SLO. What it says beside OpenAI's answers stands 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
+import time
 from contextlib import aclosing
 
 from starlette.requests import Request
@@ -28,7 +28,7 @@ from serve_app.gateway.engine_wire import (
     write_status,
 )
 from serve_app.gateway.generation import new_id
-from serve_app.http.answer_writer import AnswerWriter, writer_of
+from serve_app.http.answer_writer import AnswerWriter
 from serve_app.http.auth import Access, Denied
 from serve_app.http.connection import connection_of
 from serve_app.http.disconnect import CancelOnDisconnect
@@ -46,14 +46,7 @@ _REQUEST_ID = b"x-request-id"
 def create_engine_api(
     engine: TextEngine, reader: GenerationReader, limits: Limits, secret: str
 ) -> ASGIApp:
-    """Make the application of an engine.
-
-    Args:
-        engine: Answers.
-        reader: Reads bodies.
-        limits: Of bodies.
-        secret: Bearer token of whoever may ask.
-    """
+    """Make the application of an engine; `secret` is the bearer token of whoever may ask."""
     bodies = PendingBodies(limits.body_timeout_s, 2 * limits.max_in_flight, limits.max_body_bytes)
     return IntakeMiddleware(EngineApi(engine, reader), Access(secret), bodies, _refuse)
 
@@ -79,11 +72,11 @@ class EngineApi:
             await refusal(scope, receive, send)
 
     async def _read(self, path: str, headers: dict[bytes, bytes], content: bytes) -> Generation:
-        told = headers.get(NUM_TOKENS_HEADER)
-        if told is None:
+        num_tokens = headers.get(NUM_TOKENS_HEADER)
+        if num_tokens is None:
             return await self._reader.read(path, read_fields(content))
         try:
-            token_ids, body = split_tokens(content, int(told))
+            token_ids, body = split_tokens(content, int(num_tokens))
         except ValueError as error:
             raise BadRequest(str(error)) from None
         return await self._reader.read(path, read_fields(body), token_ids)
@@ -96,8 +89,7 @@ class EngineApi:
         presence: CancelOnDisconnect,
         send: Send,
     ) -> None:
-        writer = writer_of(generation, name)
-        answer = (_Events if writer.streams else _Whole)(self._engine, writer, send)
+        answer = _Answer(self._engine, AnswerWriter(generation, name), send)
         texts = self._engine.generate(
             name, generation.token_ids, generation.sampling, generation.body.stops, order_key
         )
@@ -114,39 +106,47 @@ class EngineApi:
 
 
 def _order_key(headers: dict[bytes, bytes]) -> OrderKey | None:
-    told = headers.get(ORDER_KEY_HEADER)
+    value = headers.get(ORDER_KEY_HEADER)
     try:
-        return None if told is None else read_order_key(told.decode("latin-1"))
+        return None if value is None else read_order_key(value.decode("latin-1"))
     except ValueError as error:
         raise BadRequest(f"the order key cannot be read: {error}") from None
 
 
 class _Answer:
-    """One answer on its way."""
+    """One answer on its way: events, or a whole one that comes after signs that it grows."""
 
     def __init__(self, engine: TextEngine, writer: AnswerWriter, send: Send) -> None:
         self._engine, self._writer, self._send_message = engine, writer, send
         self.begun = False
+        self._num_reported, self._reported_s = 0, -math.inf
 
     async def add(self, chunk: TextChunk) -> None:
         """Send what an answer grew by, or keep it."""
-        raise NotImplementedError
+        data = self._writer.add(chunk)
+        if chunk.finish_reason is not None:
+            await self._send(data + self._writer.finish(), more=False)
+            return
+        if not self._writer.streams:
+            num_new, now_s = chunk.num_tokens - self._num_reported, time.monotonic()
+            if num_new and now_s - self._reported_s >= _PROGRESS_EVERY_S:
+                self._num_reported, self._reported_s = chunk.num_tokens, now_s
+                data = PROGRESS * num_new
+        if data:
+            await self._send(data, more=True)
 
     async def end_with_error(self, reason: str) -> None:
         """End an answer that has begun."""
         error = json.dumps({"error": openai_error(reason, kind_of(503))}, separators=(",", ":"))
-        await self._send(self._as_piece(error.encode()), more=False)
-
-    def _as_piece(self, error: bytes) -> bytes:
-        return error
+        piece = f"data: {error}\n\n" if self._writer.streams else error
+        await self._send(piece.encode(), more=False)
 
     async def _send(self, data: bytes, more: bool) -> None:
         """Send some of the body, behind the head if it is the first."""
         if not self.begun:
             self.begun = True
-            headers = [
-                *self._writer.headers, (STATUS_HEADER, write_status(self._engine.status())),
-            ]  # fmt: skip
+            status = write_status(self._engine.status())
+            headers = [*self._writer.headers, (STATUS_HEADER, status)]
             if not more:
                 headers.append((b"content-length", b"%d" % len(data)))
             start = {"type": "http.response.start", "status": 200, "headers": headers}
@@ -155,49 +155,14 @@ class _Answer:
         await self._send_message(message)
 
 
-class _Events(_Answer):
-    """A stream of events."""
-
-    async def add(self, chunk: TextChunk) -> None:
-        data = self._writer.add(chunk)
-        if chunk.finish_reason is not None:
-            await self._send(data + self._writer.finish(), more=False)
-        elif data:
-            await self._send(data, more=True)
-
-    def _as_piece(self, error: bytes) -> bytes:
-        return b"data: " + error + b"\n\n"
-
-
-class _Whole(_Answer):
-    """An answer that comes at its end, and until then signs that it grows."""
-
-    def __init__(self, engine: TextEngine, writer: AnswerWriter, send: Send) -> None:
-        super().__init__(engine, writer, send)
-        self._num_told, self._told_s = 0, -math.inf
-        self._clock_s = asyncio.get_running_loop().time
-
-    async def add(self, chunk: TextChunk) -> None:
-        self._writer.add(chunk)
-        if chunk.finish_reason is not None:
-            await self._send(self._writer.finish(), more=False)
-            return
-        num_new, now_s = chunk.num_tokens - self._num_told, self._clock_s()
-        if num_new and now_s - self._told_s >= _PROGRESS_EVERY_S:
-            self._num_told, self._told_s = chunk.num_tokens, now_s
-            await self._send(PROGRESS * num_new, more=True)
-
-
 async def _refuse(_: Request, error: Exception) -> Response:
     """Say why a request is not answered, as OpenAI does."""
-    param = None
-    if isinstance(error, BadRequest):
-        status, param = error.status, error.param
-    elif isinstance(error, Denied | TooMuch):
+    status = 503
+    if isinstance(error, BadRequest | Denied | TooMuch):
         status = error.status
     elif isinstance(error, InvalidRequest):
         status = 400
-    else:
-        status = 429 if isinstance(error, EngineFull) else 503
-    body = {"error": openai_error(str(error), kind_of(status), param)}
+    elif isinstance(error, EngineFull):
+        status = 429
+    body = {"error": openai_error(str(error), kind_of(status), getattr(error, "param", None))}
     return JSONResponse(body, status_code=status)

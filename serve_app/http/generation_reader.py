@@ -45,26 +45,13 @@ class GenerationReader:
     def __init__(
         self, tokenizer: Tokenizer, served_model: str, limits: Limits, longest_tokens: int
     ) -> None:
-        """Take what fits.
-
-        Args:
-            tokenizer: Of the model that is served.
-            served_model: Its name.
-            limits: Of one request.
-            longest_tokens: Prompt and answer together.
-        """
         self._tokenizer, self._served_model = tokenizer, served_model
         self._limits, self._longest_tokens = limits, longest_tokens
 
     async def read(
         self, path: str, fields: Mapping[str, Any], token_ids: Sequence[int] | None = None
     ) -> Generation:
-        """Read a body of one of OpenAI's routes.
-
-        Args:
-            path: Of the route.
-            fields: The body.
-            token_ids: Of its prompt; None: nobody has tokenised it.
+        """Read a body of an OpenAI route; `token_ids` are None where nobody has tokenised it.
 
         Raises:
             BadRequest: Engines of ours do not answer this route, or not this body.
@@ -78,19 +65,22 @@ class GenerationReader:
             else:
                 raise BadRequest(f"{path} is not served here", 404)
         except ValidationError as error:
-            errors = error.errors(include_url=False)
             # As FastAPI names the places of other routes.
-            raise BadRequest(
-                reason_of([{**one, "loc": ("body", *one["loc"])} for one in errors])
-            ) from None
-        check_model(self._served_model, body.model)
+            problems = [
+                {**problem, "loc": ("body", *problem["loc"])}
+                for problem in error.errors(include_url=False)
+            ]
+            raise BadRequest(reason_of(problems)) from None
+        if body.model != self._served_model:
+            text = f"model {body.model!r} is not served here; {self._served_model!r} is"
+            raise BadRequest(text, 404, "model")
         ids = await self._tokens(body) if token_ids is None else token_ids
         return Generation(body, ids or [0], self._sampling(body, len(ids)))
 
     async def _tokens(self, body: GenerationBody) -> Sequence[int]:
         if isinstance(body, ChatBody):
             conversation = body.conversation
-            size = sum(len(one["content"]) for one in conversation)
+            size = sum(len(message["content"]) for message in conversation)
             try:
                 return await _encode(size, self._tokenizer.encode_chat, conversation)
             except ChatRefused as error:
@@ -98,13 +88,11 @@ class GenerationReader:
         assert isinstance(body, CompletionBody)
         if body.text is not None:
             return await _encode(len(body.text), self._tokenizer.encode, body.text)
-        token_ids = [one for one in body.prompt if isinstance(one, int)]
-        size_of_vocabulary = self._tokenizer.vocab_size
-        if size_of_vocabulary is not None and max(token_ids) >= size_of_vocabulary:
-            raise BadRequest(
-                f"token {max(token_ids)} is not in the vocabulary of {size_of_vocabulary}",
-                param="prompt",
-            )
+        token_ids = [token for token in body.prompt if isinstance(token, int)]
+        size, largest = self._tokenizer.vocab_size, max(token_ids)
+        if size is not None and largest >= size:
+            reason = f"token {largest} is not in the vocabulary of {size}"
+            raise BadRequest(reason, param="prompt")
         return token_ids
 
     def _sampling(self, body: GenerationBody, num_prompt: int) -> Sampling:
@@ -141,13 +129,3 @@ class GenerationReader:
 
 async def _encode(size: int, encode: Callable[[Any], Sequence[int]], text: Any) -> Sequence[int]:
     return await asyncio.to_thread(encode, text) if size > _LONG_TEXT else encode(text)
-
-
-def check_model(served: str, model: str) -> None:
-    """Refuse a model that is not served.
-
-    Raises:
-        BadRequest: It is not.
-    """
-    if model != served:
-        raise BadRequest(f"model {model!r} is not served here; {served!r} is", 404, "model")

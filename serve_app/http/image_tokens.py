@@ -58,7 +58,7 @@ _FORMULAS: tuple[tuple[str, Formula], ...] = (
 
 def formula_of(model: str) -> Formula:
     """Return what counts a model's images, by its name."""
-    return next(one for name, one in _FORMULAS if re.search(name, model, re.IGNORECASE))
+    return next(formula for name, formula in _FORMULAS if re.search(name, model, re.IGNORECASE))
 
 
 def size_of(image: str) -> tuple[int, int]:

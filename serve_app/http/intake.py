@@ -69,13 +69,10 @@ class PendingBodies:
         self, timeout_s: float, most: int, max_openai_bytes: int = MAX_BODY_BYTES,
         routes: Iterable[str] = (),
     ) -> None:  # fmt: skip
-        """Wait so long for a body, and for so many at once.
+        """Wait so long for the next piece of a body, and for so many bodies at once.
 
-        Args:
-            timeout_s: For the next piece of one.
-            most: At once.
-            max_openai_bytes: Longest body on routes that replicas answer.
-            routes: More of these; one that ends with a slash stands for all that begin with it.
+        `max_openai_bytes` is of routes that replicas answer; `routes` are more of these, and one
+        that ends with a slash stands for all that begin with it.
         """
         self._timeout_s, self._most, self.max_openai_bytes = timeout_s, most, max_openai_bytes
         self._paths = OPENAI_PATHS | _OTHER_PATHS | {*routes}
@@ -89,10 +86,6 @@ class PendingBodies:
 
     async def read(self, receive: Receive, max_bytes: int = MAX_BODY_BYTES) -> bytes | None:
         """Read a body; None: the caller has left.
-
-        Args:
-            receive: Gives pieces of it.
-            max_bytes: Longest that is read.
 
         Raises:
             TooMuch: It is too large, late, or the oldest of too many.
@@ -158,13 +151,6 @@ class Intake:
     """Refuses by headers alone what can be, then reads the body in time."""
 
     def __init__(self, access: Access, bodies: PendingBodies, refuse: Refusal) -> None:
-        """Take requests in.
-
-        Args:
-            access: Who may ask.
-            bodies: Reads bodies.
-            refuse: Writes a refusal.
-        """
         self._access, self._bodies, self._refuse = access, bodies, refuse
 
     async def take(self, scope: Scope, receive: Receive, send: Send) -> tuple[Caller, bytes] | None:
@@ -222,7 +208,6 @@ class IntakeMiddleware:
     def __init__(
         self, app: ASGIApp, access: Access, bodies: PendingBodies, refuse: Refusal
     ) -> None:
-        """Stand before an application: see `Intake`."""
         self._app, self._intake = app, Intake(access, bodies, refuse)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -15,6 +15,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from typing import Any, cast
 
 import httptools
@@ -229,8 +230,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, reason: str) -> None:
         """Say why, and close."""
-        phrases = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
-        phrase = phrases.get(status, "Service Unavailable")
+        phrase = HTTPStatus(status).phrase
         # No route has seen the request, so nobody knows in which form the caller expects errors.
         head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: text/plain\r\nconnection: close\r\n"
         if self.cycle is None or self.cycle.response_complete:
@@ -250,8 +250,8 @@ class _Server(uvicorn.Server):
         config, loop = self.config, asyncio.get_running_loop()
         assert isinstance(config, _Config)
         self.servers = [
-            await loop.create_server(self.connect, sock=one, backlog=_BACKLOG, **config.secured)
-            for one in sockets or ()
+            await loop.create_server(self.connect, sock=sock, backlog=_BACKLOG, **config.secured)
+            for sock in sockets or ()
         ]
         self.started = True
 
@@ -266,13 +266,8 @@ class Listener:
     def __init__(self, app: ASGIApp, limits: Limits, tls: TlsFiles | None = None) -> None:
         """Listen nowhere yet.
 
-        Args:
-            app: Answers.
-            limits: For connections.
-            tls: A certificate and its key; None: plain HTTP.
-
         Raises:
-            ValueError: They cannot be used.
+            ValueError: The certificate and its key cannot be used.
         """
         limit_log()
         self._certificate = None if tls is None else Certificate(tls)
@@ -283,15 +278,10 @@ class Listener:
         self._listening: socket.socket | None = None
 
     async def start(self, host: str, port: int, held: socket.socket | None = None) -> int:
-        """Listen; another process of this user that listens there too gets a share of connections.
+        """Listen, and return the port; 0: any that is free.
 
-        Args:
-            host: Address of this machine.
-            port: 0: any that is free.
-            held: What `hold_port` returned for them; None: nothing listens yet.
-
-        Returns:
-            The port.
+        Another process of this user that listens there too gets a share of connections. `held` is
+        what `hold_port` returned.
 
         Raises:
             OSError: The address cannot be listened on.
@@ -327,7 +317,7 @@ class Listener:
         for server in self._server.servers:
             server.close()
         connect, secured = self._server.connect, self._config.secured
-        connected = (loop.connect_accepted_socket(connect, one, **secured) for one in left)
+        connected = (loop.connect_accepted_socket(connect, sock, **secured) for sock in left)
         await asyncio.gather(*connected, return_exceptions=True)
         await asyncio.sleep(_HAND_OVER_S)
 
@@ -345,8 +335,8 @@ class Listener:
         done, _ = await asyncio.wait([self._serving], timeout=_END_S)
         if not done:
             self._server.force_exit = True
-            for one in list(self._config.open):
-                one.transport.abort()
+            for protocol in list(self._config.open):
+                protocol.transport.abort()
             await self._serving
 
 
@@ -375,23 +365,18 @@ def _drop_syns(listening: socket.socket) -> None:
 
 def _accept_all(listening: socket.socket) -> list[socket.socket]:
     """Accept every connection that waits."""
-    found = []
+    accepted = []
     with contextlib.suppress(OSError):
         while True:
-            found.append(listening.accept()[0])
-    return found
+            accepted.append(listening.accept()[0])
+    return accepted
 
 
 def hold_port(host: str, port: int) -> socket.socket | None:
     """Let connections wait for a server that is about to start, in place of being refused.
 
-    Args:
-        host: Address of this machine.
-        port: Of the server.
-
-    Returns:
-        What `Listener.start` takes; None: somebody takes connections there, or it cannot be
-        listened on, which `Listener.start` says.
+    Returns what `Listener.start` takes; None: somebody takes connections there, or it cannot be
+    listened on, which `Listener.start` says.
     """
     with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
         if probe.connect_ex((host, port)) == 0:

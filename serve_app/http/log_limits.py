@@ -41,5 +41,5 @@ class OncePerPeriod(logging.Filter):
 def limit_log() -> None:
     """Have uvicorn's lines come once per minute each, in this process."""
     logger = logging.getLogger("uvicorn.error")
-    if not any(isinstance(one, OncePerPeriod) for one in logger.filters):
+    if not any(isinstance(each, OncePerPeriod) for each in logger.filters):
         logger.addFilter(OncePerPeriod())

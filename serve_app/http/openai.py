@@ -49,21 +49,16 @@ def chat_completions(body: ChatBody, service_tier: _ClassHeader = None) -> Respo
 
 
 def make_router(gateway: Gateway, access: Access) -> APIRouter:
-    """Lay OpenAI's routes about models over a gateway.
-
-    Args:
-        gateway: Serves requests.
-        access: Who may ask.
-    """
+    """Lay OpenAI's routes about models over a gateway."""
     router, is_authorized = APIRouter(), [Depends(access.is_authorized)]
     started_s, catalog = int(time.time()), ModelCatalog(gateway.cluster)
 
     def card_of(name: str) -> ModelCard:
         gateway.refresh()
-        found = catalog.models[name]
-        longest = gateway.max_tokens_of(found)
+        served = catalog.models[name]
+        longest = gateway.max_tokens_of(served)
         length = int(longest) if math.isfinite(longest) else None
-        return ModelCard(id=name, created=started_s, max_model_len=length, parent=found.parent)
+        return ModelCard(id=name, created=started_s, max_model_len=length, parent=served.parent)
 
     @router.get("/v1/models", dependencies=is_authorized, responses={401: _ERRORS[401]})
     async def models() -> ModelList:

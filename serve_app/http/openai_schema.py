@@ -91,11 +91,6 @@ class GenerationBody(Body):
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    @property
-    def class_name(self) -> str | None:
-        """Class that is asked for."""
-        return self.service_tier or self.priority
-
 
 class CompletionBody(GenerationBody):
     """Body of `POST /v1/completions`."""

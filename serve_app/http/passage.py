@@ -18,13 +18,7 @@ _ANSWERED_ALONE = frozenset(("/health", "/healthz", "/v1/models"))
 
 
 def create_carrier_api(carrier: Carrier, tokenizers: Tokenizers, access: Access) -> ASGIApp:
-    """Lay HTTP over a carrier.
-
-    Args:
-        carrier: Serves requests.
-        tokenizers: Of the models that are served: see `serve_app.http.data_path`.
-        access: Who may ask.
-    """
+    """Lay HTTP over a carrier."""
     limits = carrier.cluster.limits
     routes, most = carrier.cluster.gateway.routes, 2 * limits.max_in_flight
     bodies = PendingBodies(limits.body_timeout_s, most, limits.max_body_bytes, routes)
@@ -44,20 +38,19 @@ class _Passage:
     """Hands requests on to the decider, as from the caller's own address."""
 
     def __init__(self, carrier: Carrier, alone: ASGIApp) -> None:
-        """Ask a carrier's decider; `alone` answers what little can be answered without."""
         self._carrier, self._alone = carrier, alone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, whose body has been read."""
         body = (await receive())["body"]
         try:
-            told, content = await self._carrier.ask(_head(scope), body)
+            head, content = await self._carrier.ask(_head(scope), body)
         except DeciderUnavailable:
             await self._answer_alone(scope, receive, send)
             return
         headers = [(name.encode("latin-1"), value.encode("latin-1"))
-                   for name, value in told["headers"]]  # fmt: skip
-        await send({"type": "http.response.start", "status": told["status"], "headers": headers})
+                   for name, value in head["headers"]]  # fmt: skip
+        await send({"type": "http.response.start", "status": head["status"], "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
     async def _answer_alone(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -31,12 +31,7 @@ class EndpointsChange(BaseModel):
 
 
 def make_router(gateway: Gateway, access: Access) -> APIRouter:
-    """Lay the routes about pools over a gateway.
-
-    Args:
-        gateway: Has the pools.
-        access: Who may look, and who may change.
-    """
+    """Lay the routes about pools over a gateway."""
     router, may_change = APIRouter(), [Depends(access.may_change)]
     denied: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 403: {"model": Problem}}
 

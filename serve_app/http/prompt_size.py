@@ -21,7 +21,7 @@ _PRIORS = [0.23, 0.8] * 6 + [0.3, 0.2, 1.0, 4.0, 3.0, 30.0]
 """Tokens before anything is learnt: of a letter and of a digit or mark of each kind; of a character
 that is not ASCII, and of its bytes after the first; of what has been counted; of a message's frame;
 of what templates write before a conversation, and before tools."""
-_LETTERS = bytes(one for one in range(256) if one >= 0x80 or chr(one).isalpha())
+_LETTERS = bytes(byte for byte in range(256) if byte >= 0x80 or chr(byte).isalpha())
 _ASCII = bytes(range(0x80))
 _FIELDS = dict.fromkeys(("tools", "functions"), _TOOLS) | dict.fromkeys(
     (
@@ -78,7 +78,7 @@ class PromptSize:
         """What is read, in order; of an image, what tells it from others."""
         kinds = {kind for kind, _ in self._pieces}
         for kind in kinds - {_NAME}:
-            parts = (text for one, text in self._pieces if one == kind)
+            parts = (text for each, text in self._pieces if each == kind)
             self._measure("".join(parts) if len(kinds) > 1 else self.text, kind)
         if self._num_messages:
             self.expected[_MESSAGES] += self._num_messages * _PRIORS[_MESSAGES]
@@ -111,27 +111,27 @@ class PromptSize:
         elif value and type(value[0]) is int:
             self.expected[_COUNTED] += len(value) * _PRIORS[_COUNTED]
         else:
-            for one in value:
-                is_message = type(one) is dict and one.get("role") in _SPEAKERS
-                if is_message and len(one) == 2 and type(text := one.get("content")) is str:
+            for item in value:
+                is_message = type(item) is dict and item.get("role") in _SPEAKERS
+                if is_message and len(item) == 2 and type(text := item.get("content")) is str:
                     # Most messages are nothing else.
                     self._num_messages += 1
                     self._pieces.append((kind, text))
                 else:
-                    self._read(one, kind, depth + 1)
+                    self._read(item, kind, depth + 1)
 
     def _read_part(self, part: dict[str, Any], kind: int, depth: int) -> None:
         named, role = part.get("type"), part.get("role")
         if named in _IMAGES:
             held = part.get("image_url") or part.get("source") or part.get("image")
-            found = held if isinstance(held, dict) else {"url": held, "detail": part.get("detail")}
-            image = str(found.get("url") or found.get("data"))
-            num_tokens = self._images(*size_of(image), found.get("detail") == "low")
+            source = held if isinstance(held, dict) else {"url": held, "detail": part.get("detail")}
+            image = str(source.get("url") or source.get("data"))
+            num_tokens = self._images(*size_of(image), source.get("detail") == "low")
             self.expected[_COUNTED] += num_tokens * _PRIORS[_COUNTED]
             self._pieces.append((_NAME, image[-_NAME_LENGTH:]))
             return
-        for one in (role, named):
-            kind = _KINDS.get(one, kind) if type(one) is str else kind
+        for label in (role, named):
+            kind = _KINDS.get(label, kind) if type(label) is str else kind
         self._num_messages += type(role) is str
         for name, value in part.items():
             if name not in _UNREAD or (name == "data" and named == "text"):
@@ -142,13 +142,14 @@ class PromptTokens:
     """Estimates how many tokens the prompts of one model have, and learns from what they had."""
 
     def __init__(self, images: Formula) -> None:
-        """Know what is usual; `images` counts the tokens of an image."""
         self.images = images
         self._weights, self._variance = [1.0] * len(_PRIORS), np.eye(len(_PRIORS))
 
     def estimate(self, expected: Mapping[int, float]) -> int:
         """Tokens of a prompt, at least one, by what is expected of each kind."""
-        return max(round(sum([self._weights[kind] * one for kind, one in expected.items()])), 1)
+        return max(
+            round(sum([self._weights[kind] * number for kind, number in expected.items()])), 1
+        )
 
     def learn(self, expected: Mapping[int, float], estimate: int, num_tokens: int) -> None:
         """Take what an endpoint has counted: a Kalman filter of relative errors."""

@@ -54,11 +54,7 @@ def code_of(status: int, param: str | None) -> str | None:
 
 
 def reason_of(errors: Sequence[Mapping[str, Any]]) -> str:
-    """Say in one sentence what is wrong first, naming the field and the value.
-
-    Args:
-        errors: As pydantic lists them, not empty.
-    """
+    """Say in one sentence what is wrong first, of the errors that pydantic lists."""
     first = errors[0]
     others = len(errors) - 1
     more = f" (and {others} more problem{'s' if others > 1 else ''})" if others else ""

@@ -43,11 +43,10 @@ class RegionDecider:
         rule: ActivationRule | None = None,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """Serve `policy`, with counters in `registry`; None: in one of its own."""
         rule = rule or ActivationRule()
         self._policy = policy
         self._name, self._source, self._version = name, source, version
-        self._fallbacks = [(one, REGION_BASELINES[one](rule)) for one in FALLBACKS]
+        self._fallbacks = [(fallback, REGION_BASELINES[fallback](rule)) for fallback in FALLBACKS]
         self._num_decisions = 0
         self._counted: dict[str, int] = {}
         self.registry = registry or CollectorRegistry()

@@ -94,8 +94,8 @@ class RegionsMessage(StrictBody):
             forecast = np.array([region.forecast for region in regions], dtype=np.float64).T
         most = max(1, *(len(region.servers) for region in regions))
         tasks = np.zeros((num, most))
-        for i, one in enumerate(regions):
-            tasks[i, : len(one.servers)] = [server.tasks_per_slot for server in one.servers]
+        for i, region in enumerate(regions):
+            tasks[i, : len(region.servers)] = [server.tasks_per_slot for server in region.servers]
         columns = {
             name: np.array([getattr(region, name) for region in regions], dtype=np.float64)
             for name in ("waiting", "used", "usd_per_kwh")

@@ -44,12 +44,7 @@ class AuditLog:
     """
 
     def __init__(self, path: Path, max_bytes: int = _MAX_BYTES) -> None:
-        """Append to a file.
-
-        Args:
-            path: The file; only its user may read it.
-            max_bytes: Its length, and that of each old one.
-        """
+        """Append to a file that only its user may read, of so many bytes, as the old ones are."""
         self._path, self._max_bytes = path, max_bytes
         self._thread = ThreadPoolExecutor(1, "audit-log")
 

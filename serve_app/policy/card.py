@@ -17,22 +17,15 @@ class PolicyReference(BaseModel):
     """Run that trained it; null: it ships, is a file, or is a rule."""
 
 
-class PolicyCard(BaseModel):
+class PolicyCard(PolicyReference):
     """What is known about the policy that is served."""
 
-    name: str
     kind: str
     """`linear`, `marginal`, `mlp` or `corrected` for a trained policy, `baseline` for a rule."""
     trainer: str | None
     """Algorithm that trained it; null for a rule."""
     scenario: str
     """What it was trained or tuned on."""
-    sha256: str
-    """First 12 hex digits of a hash over everything that the policy is."""
-    source: str
-    """Where it was found."""
-    mlflow_run: str | None = None
-    """Run that trained what the registry names; null: it ships, is a file, or is a rule."""
     registry_error: str | None = None
     """Why the registry could not be asked, so that what ships is served."""
     num_replicas: int | None
@@ -51,6 +44,4 @@ class PolicyCard(BaseModel):
     @property
     def reference(self) -> PolicyReference:
         """What it takes to tell it from others."""
-        return PolicyReference(
-            name=self.name, sha256=self.sha256, source=self.source, mlflow_run=self.mlflow_run
-        )
+        return PolicyReference.model_validate(self, from_attributes=True)

@@ -70,12 +70,8 @@ class ChampionAlias:
     ) -> None:
         """Write nothing yet.
 
-        Args:
-            uri: Of the registry.
-            model: Registered model.
-            wanted: Returns the champion's aliases; None: as they are.
-            save: Writes down all that must not be forgotten.
-            in_thread: Calls functions of the registry, which block.
+        `wanted` returns the champion's aliases; None: as they are. `save` writes down all that must
+        not be forgotten. `in_thread` calls functions of the registry, which block.
         """
         self.uri, self.model = uri, model
         self.known: set[str] = set()
@@ -88,9 +84,9 @@ class ChampionAlias:
         self._writing, self._background = asyncio.Lock(), Background()
         self._following: asyncio.Task[None] | None = None
 
-    def resume(self, known: Collection[str], is_settled: bool, wanted: Aliases | None) -> None:
+    def resume(self, versions: Collection[str], is_settled: bool, wanted: Aliases | None) -> None:
         """Go on where an earlier gateway was, and write what it has not; blocks."""
-        self.known, self.is_settled = set(known), is_settled
+        self.known, self.is_settled = set(versions), is_settled
         if is_settled or wanted is None:
             return
         try:

@@ -316,15 +316,9 @@ class Experiment:
     ) -> None:
         """Begin.
 
-        Args:
-            champion: Decides for all requests but a canary's share.
-            policy: Under experiment.
-            mode: `shadow` asks it and changes nothing; `canary` lets it decide for its share.
-            share: Of the requests that a canary decides for.
-            settings: Of the shadow's circuit breaker.
-            started_s: Unix time, seconds.
-            alpha: Chance, at most, to stop a canary that changes nothing.
-            on_end: Is told of its end: what, of which policy, why, and when, Unix time, seconds.
+        A `shadow` is asked and changes nothing; a `canary` decides for its share of requests.
+        `alpha` is the chance, at most, to stop a canary that changes nothing. `on_end` is told what
+        ended, of which policy, why, and when, Unix time, seconds.
 
         Raises:
             ValueError: The share is not in (0, MAX_SHARE].

@@ -132,12 +132,8 @@ def _registered_or_shipped(
 ) -> LoadedPolicy:
     """What the registry names, else what ships, else the rule in its place.
 
-    Args:
-        policy: `champion` or `candidate`.
-        scenario: Whose.
-        registry_uri: None: only what ships counts.
-        may_ship: Whether what ships is served where the registry cannot be read or, of a
-            candidate, has none; its card says why.
+    `may_ship`: what ships is served where the registry cannot be read or, of a candidate, has none;
+    the card says why.
 
     Raises:
         ArtifactError: It cannot be used.
@@ -258,10 +254,7 @@ def from_baseline(name: str, scenario: Scenario) -> LoadedPolicy:
 def in_order(loaded: LoadedPolicy, order: Term, scenario: Scenario) -> LoadedPolicy:
     """Serve what `champion` or a file means with its requests waiting in an order.
 
-    Args:
-        loaded: Says where they go; a rule's own order gives way.
-        order: Its name, with knobs of its own or without.
-        scenario: Whose tuned knobs count where none is given.
+    A rule's own order gives way. Tuned knobs of the scenario count where none is given.
     """
     card = loaded.card
     if card.startup_fallback is not None:

@@ -65,14 +65,8 @@ class PolicyManager:
     ) -> None:
         """Take the baseline; it decides until `switch` or `resume` is called.
 
-        Args:
-            scenario: Whose champion, tuned rules and predictor are used.
-            baseline: Name of the rule that stands in.
-            settings: When a policy is not asked.
-            rng: Source of exploration and of policies that draw.
-            registry: MLflow URI where champions are looked up.
-            clock_s: Any clock that does not go back, seconds.
-            in_thread: Calls what blocks: the registry and the disk.
+        `clock_s` is any clock that does not go back, seconds; `in_thread` calls what blocks: the
+        registry and the disk.
 
         Raises:
             ValueError: The baseline is not known, or is not for any number of replicas.
@@ -129,11 +123,8 @@ class PolicyManager:
     ) -> None:
         """Let another policy decide from now on; counters go on.
 
-        Args:
-            policy: `champion`, a policy file (.npz), a rule's name, or `ray_default`.
-            explore_fraction: Share of its decisions drawn at random; none where it draws itself.
-            may_be_missing: Let the baseline stand in for a trained policy that is not there.
-            prepared: What `prepare` found for it; None: found now.
+        `may_be_missing`: the baseline stands in for a trained policy that is not there. `prepared`
+        is what `prepare` found for it; None: found now.
 
         Raises:
             ValueError: It is not known, cannot be used, or fails its warm-up; what decided before
@@ -178,13 +169,6 @@ class PolicyManager:
     ) -> None:
         """Begin an experiment with a policy, and end the one that runs.
 
-        Args:
-            policy: As for `switch`, without `ray_default`.
-            mode: `shadow` or `canary`.
-            share: As for `Experiment`, like `alpha`.
-            alpha: Likewise.
-            prepared: What `prepare` found for it; None: found now.
-
         Raises:
             Conflict: It is a canary, and its requests would wait by other keys.
             ValueError: It cannot be used, or nobody decides whom it could be compared to.
@@ -216,12 +200,6 @@ class PolicyManager:
     ) -> None:  # fmt: skip
         """Start or end an experiment, promote the policy that is tried, or roll back.
 
-        Args:
-            action: Which of these.
-            policy: Name of the policy to try.
-            share: Fraction of requests that a canary decides for.
-            alpha: Chance, at most, to stop a canary that is as good as the champion.
-
         Raises:
             ValueError: The policy cannot be used.
             Conflict: There is nothing to promote, stop or go back to, no registry to write to, a
@@ -252,12 +230,8 @@ class PolicyManager:
     ) -> None:
         """Let the policy decide that the cluster file names, or go on where the state file is.
 
-        Args:
-            policy: As for `switch`, like the others.
-            explore_fraction: Share of its decisions drawn at random.
-            may_be_missing: Let the baseline stand in for a trained policy that is not there.
-            file: Has what an earlier gateway wrote, and gets what must survive a crash from now on.
-            parts: What else is written there, by name.
+        `file` has what an earlier gateway wrote, and gets what must survive a crash from now on,
+        with other parts of the gateway by name.
 
         Raises:
             ValueError: The policy cannot be used.

@@ -119,7 +119,7 @@ class ReplicaPicker:
             snapshots: Candidates, at least one.
             stale: Whether none of them was heard of lately.
             arm: Whose decision it is.
-            copy: Asked in place of who decides; that is not counted.
+            copy: Asked in place of the policy that decides; that is not counted.
             last_sent_s: When each candidate was last sent a request, which breaks ties of policies
                 that score; None: they stand as the policy breaks them.
             has_key: Whether the request has its order key already: it is not asked for again.

@@ -206,12 +206,8 @@ class PolicyRunner:
     ) -> Decision | Reason:
         """Return the policy's decision, or why there is none; whatever the policy does.
 
-        Args:
-            request: To be placed.
-            snapshots: Candidates, at least one.
-            stale: Whether none of them was heard of lately.
-            has_key: Whether the request has its order key already: orders that count what they are
-                asked must count it once.
+        `stale`: no candidate was heard of lately. `has_key`: the request has its order key already,
+        and orders that count what they are asked must count it once.
         """
         if self.loaded.card.startup_fallback is not None:
             return "missing"

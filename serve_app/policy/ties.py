@@ -36,10 +36,7 @@ def least_recently_used(
 ) -> int:
     """Return the candidate that is next among those that are as idle as a choice.
 
-    Args:
-        snapshots: Candidates.
-        index: The choice.
-        last_sent_s: When each candidate was last sent a request, seconds of any clock.
+    `last_sent_s` is when each was last sent a request, seconds of any clock.
     """
     # Always in one piece: the compiled function would be compiled anew for other arrays.
     sent_s = np.ascontiguousarray(last_sent_s, dtype=np.float64)
@@ -62,9 +59,7 @@ def _least_recently_used(columns: FloatArray, index: int, last_sent_s: FloatArra
 def equally_idle(one: FloatArray, other: FloatArray) -> bool:
     """Whether two replicas are idle, equally fast, and hold as much of the request's prefix.
 
-    Args:
-        one: Row of the table of `tokenyard.routing.observation`, shape (NUM_COLUMNS,).
-        other: Likewise.
+    Both are rows of the table of `tokenyard.routing.observation`, shape (NUM_COLUMNS,).
     """
     one_prefill_s, other_prefill_s = one[PREFILL_TOKEN_S], other[PREFILL_TOKEN_S]
     difference_s = abs(one_prefill_s - other_prefill_s)

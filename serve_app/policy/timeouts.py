@@ -74,7 +74,6 @@ class InlineTimeout:
     """
 
     def __init__(self, budget_s: float, patience: float) -> None:
-        """Interrupt after `budget_s` of computing, or `patience` times that of anything."""
         self._budget_s = budget_s
         self._limit_s = patience * budget_s
         self._lock = threading.Lock()

@@ -40,10 +40,6 @@ async def end_with_ray(parent: int, end: Callable[[], Awaitable[None]]) -> None:
     """Drain and exit where Ray's process on this node is gone.
 
     Nobody would replace a replica or this process any more, and the port would stay taken.
-
-    Args:
-        parent: Ray's process.
-        end: Drains.
     """
     while os.getppid() == parent:
         await asyncio.sleep(_PARENT_EVERY_S)
@@ -64,14 +60,6 @@ class CarrierReplica:
         pools: dict[str, DeploymentHandle[Any]],
         decider: DeploymentHandle[Any],
     ) -> None:
-        """Connect to the pools.
-
-        Args:
-            cluster: The gateway's.
-            access: Who may ask, and who may change.
-            pools: Handles of own pools, by name.
-            decider: The gateway's.
-        """
         interpreter.share()
         manager = PolicyManager(
             cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng()
@@ -93,10 +81,7 @@ class CarrierReplica:
         interpreter.settle()
 
     async def reconfigure(self, address: dict[str, Any]) -> None:
-        """Find the decider, and begin to listen beside the other carriers.
-
-        Args:
-            address: `host` and `port`.
+        """Find the decider, and begin to listen beside the other carriers at `host` and `port`.
 
         Raises:
             OSError: The address cannot be listened on.

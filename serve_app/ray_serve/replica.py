@@ -43,13 +43,7 @@ class EngineReplica:
     """Holds one engine, which listens itself; Ray Serve keeps it alive and tells where it is."""
 
     async def __init__(self, pool: Pool, served_model: str, limits: Limits) -> None:  # type: ignore[misc]
-        """Start the engine, learn how fast it is, and listen.
-
-        Args:
-            pool: It belongs to.
-            served_model: Name by which callers know its model.
-            limits: Of a request.
-        """
+        """Start the engine, learn how fast it is, and listen."""
         self._pool = pool
         self._engine = engine_class(pool)(pool.config)
         # Both take seconds, in different processes.
@@ -75,11 +69,9 @@ class EngineReplica:
         self.__del__ = self.end
 
     async def limit_batch(self, max_batch: int, replica_id: str) -> None:
-        """Run so many sequences at once from now on; those that run go on.
+        """Run so many sequences at once, at most those of the start; those that run go on.
 
-        Args:
-            max_batch: At least 1; above what the engine was started with it changes nothing.
-            replica_id: Chosen by the caller; read by its router.
+        `replica_id` is read by the router of the caller.
         """
         self._texts.limit_batch(max_batch)
 
@@ -140,10 +132,10 @@ def engine_class(pool: Pool) -> Callable[[EngineConfig], Engine]:
             f"unknown engine {pool.engine!r}; choose one of {sorted(ENGINES)} or give module:Class"
         )
     try:
-        found: Callable[[EngineConfig], Engine] = getattr(importlib.import_module(module), name)
+        engine: Callable[[EngineConfig], Engine] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"engine {pool.engine!r} cannot be imported: {error}") from None
-    return found
+    return engine
 
 
 def load_tokenizer(model: str) -> Tokenizer:
@@ -156,7 +148,8 @@ def load_tokenizer(model: str) -> Tokenizer:
 def load_tokenizers(cluster: Cluster) -> dict[str, Tokenizer]:
     """Load the tokenizer of each model that pools of ours serve, by the model's name."""
     own = {
-        cluster.model_of(one): one.config.model for one in (*cluster.own_pools, *cluster.templates)
+        cluster.model_of(pool): pool.config.model
+        for pool in (*cluster.own_pools, *cluster.templates)
     }
     return {name: load_tokenizer(model) for name, model in own.items()}
 

@@ -4,7 +4,7 @@ import json
 from contextlib import aclosing
 
 from serve_app.cluster import Limits
-from serve_app.http.answer_writer import writer_of
+from serve_app.http.answer_writer import AnswerWriter
 from serve_app.http.generation_reader import GenerationReader
 
 _READER = GenerationReader(None, "m", Limits(), 1 << 20)
@@ -20,7 +20,7 @@ async def relay(stream, attempt):
     request, downstream = attempt.request, attempt.downstream
     path, fields = request.call.path.decode(), json.loads(request.call.body)
     generation = await _READER.read(path, fields, request.token_ids)
-    writer = writer_of(generation, request.request_id)
+    writer = AnswerWriter(generation, request.request_id)
     async with aclosing(stream(generation)) as chunks:
         async for chunk in chunks:
             attempt.take(chunk.num_tokens, chunk.finish_reason)

@@ -76,16 +76,16 @@ def attend(
     out = query.new_empty(query.shape[2], heads, width)
     for part in plan.parts:
         shape = (part.num_sequences, -1)
-        asked = query[0, :, part.queries].unflatten(1, shape).transpose(0, 1)
+        asking = query[0, :, part.queries].unflatten(1, shape).transpose(0, 1)
         seen = scaled_dot_product_attention(
             # Heads that share keys stand in a row: for them it is one matrix.
-            asked.reshape(part.num_sequences, kv_heads, -1, width),
+            asking.reshape(part.num_sequences, kv_heads, -1, width),
             key[0, :, part.keys].unflatten(1, shape).transpose(0, 1),
             value[0, :, part.keys].unflatten(1, shape).transpose(0, 1),
             attn_mask=part.mask,
             scale=scaling,
         )
-        out[part.queries] = seen.reshape(asked.shape).transpose(1, 2).flatten(0, 1)
+        out[part.queries] = seen.reshape(asking.shape).transpose(1, 2).flatten(0, 1)
     return out[None], None
 
 
@@ -113,10 +113,10 @@ def make_plan(
         most = max(keys_at[number + 1] - keys_at[number] for number in numbers)
         queries = [torch.arange(queries_at[number], queries_at[number + 1]) for number in numbers]
         begin = num_read if len(read_index) else keys_at[numbers[0]]
-        for one in numbers if len(read_index) else ():
-            mine = torch.arange(keys_at[one], keys_at[one] + most)
+        for sequence in numbers if len(read_index) else ():
+            mine = torch.arange(keys_at[sequence], keys_at[sequence] + most)
             # What is read for length alone is the sequence's own, so that it is always a number.
-            mine[keys_at[one + 1] - keys_at[one] :] = keys_at[one]
+            mine[keys_at[sequence + 1] - keys_at[sequence] :] = keys_at[sequence]
             places.append(mine)
         num_read += most * len(numbers)
         keys = slice(begin, begin + most * len(numbers))
@@ -131,7 +131,7 @@ def make_plan(
             add([number], _causal(num, seen, group, device))
     decoding.sort()
     while decoding:
-        like = [one for one in decoding if one[0] <= MOST_PADDING * decoding[0][0]]
+        like = [item for item in decoding if item[0] <= MOST_PADDING * decoding[0][0]]
         decoding = decoding[len(like) :]
         mask = _hide([seen for seen, _ in like], group, dtype)
         add([number for _, number in like], mask if mask is None else mask.to(device))

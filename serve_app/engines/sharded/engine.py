@@ -13,7 +13,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -27,7 +28,6 @@ from serve_app.engines.base import Chunk, EngineError, EngineStats, FinishReason
 from serve_app.engines.models import check_plan, find_model, read_shape
 from serve_app.engines.sharded.messages import (
     GroupLimits,
-    Member,
     Progress,
     RankReport,
     RequestNames,
@@ -80,11 +80,6 @@ class Rank:
         self._manager: Any = None
         self._outbox: Any = None
 
-    async def member(self) -> Member:
-        """Tell where this process is."""
-        node_id = ray.get_runtime_context().get_node_id()
-        return Member(os.getpid(), node_id, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-
     async def open_store(self) -> tuple[str, int]:
         """Open the store where ranks meet, and tell where."""
         from serve_app.engines.sharded.rank import open_store
@@ -94,11 +89,7 @@ class Rank:
         return host, port
 
     async def load(self, meeting_place: tuple[str, int] | None) -> None:
-        """Join the others and load this rank's share.
-
-        Args:
-            meeting_place: Host and port of the store; None where there are no others.
-        """
+        """Meet the others at the store of rank 0, if there are any, and load this share."""
         self._model = await asyncio.to_thread(_in_a_sentence, self._load, meeting_place)
 
     def _load(self, meeting_place: tuple[str, int] | None) -> Any:
@@ -108,12 +99,6 @@ class Rank:
             store = rank.meet(meeting_place, self._config.num_ranks)
             rank.join_group(self._rank, self._config.num_ranks, store)
         return rank.load_share(self._config)
-
-    async def all_logits(self, token_ids: list[int]) -> list[list[float]]:
-        """Return logits of every position, computed by all ranks together, before `serve`."""
-        from serve_app.engines.sharded.rank import all_logits
-
-        return await asyncio.to_thread(all_logits, self._model, token_ids)
 
     async def serve(self) -> GroupLimits:
         """Allocate the cache and begin to take requests."""
@@ -194,22 +179,14 @@ class WorkerGroup:
             for number in range(self.config.num_ranks)
         ]
 
-    async def members(self) -> list[Member]:
-        """Tell where the ranks are."""
-        return await self._all("member")
-
     async def load(self) -> None:
         """Form the process group and load every share.
 
         Raises:
             EngineError: A rank could not.
         """
-        place = await self._one(0, "open_store") if self.config.num_ranks > 1 else None
-        await self._all("load", place)
-
-    async def all_logits(self, token_ids: Sequence[int]) -> list[list[list[float]]]:
-        """Return every rank's logits, shape (ranks, tokens, vocabulary); before `serve`."""
-        return await self._all("all_logits", list(token_ids))
+        place = await self.call(0, "open_store") if self.config.num_ranks > 1 else None
+        await self.call_all("load", place)
 
     async def serve(self) -> GroupLimits:
         """Allocate the cache and begin to take requests.
@@ -217,14 +194,29 @@ class WorkerGroup:
         Raises:
             EngineError: There is no memory for it.
         """
-        limits: GroupLimits = (await self._all("serve"))[0]
+        limits: GroupLimits = (await self.call_all("serve"))[0]
         return limits
 
-    async def _all(self, method: str, *args: Any) -> list[Any]:
-        calls = [self._one(number, method, *args) for number in range(len(self.ranks))]
-        return await _together(calls)
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call all ranks, until the first that fails: the others may wait for it in vain.
 
-    async def _one(self, number: int, method: str, *args: Any) -> Any:
+        Raises:
+            EngineError: One failed, or has died.
+        """
+        calls = (self.call(number, method, *args) for number in range(len(self.ranks)))
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def call(self, number: int, method: str, *args: Any) -> Any:
+        """Call one rank.
+
+        Raises:
+            EngineError: It failed, or has died.
+        """
         try:
             return await getattr(self.ranks[number], method).remote(*args)
         except (RayError, EngineError) as error:
@@ -260,16 +252,6 @@ async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _together(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Wait for all, or for the first that fails: the others may wait for it in vain."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 def reason_of(error: Exception) -> str:
     """Say in one sentence what a Ray error says in many lines."""
     if isinstance(error, RayTaskError):
@@ -277,27 +259,109 @@ def reason_of(error: Exception) -> str:
     return "its process has died" if isinstance(error, RayError) else reason_line(error)
 
 
+class _Stream:
+    """What is on its way to one caller."""
+
+    def __init__(self, request_id: str, key: str, ignore_eos: bool) -> None:
+        self.request_id, self.key, self.ignore_eos = request_id, key, ignore_eos
+        self.ended = False
+        """Whether rank 0 is done with it."""
+        self._items: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()
+
+    def put(self, item: Chunk | EngineError) -> None:
+        self.ended = isinstance(item, EngineError) or item.finish_reason is not None
+        self._items.put_nowait(item)
+
+    async def next(self) -> Chunk:
+        item = await self._items.get()
+        if isinstance(item, EngineError):
+            raise item
+        return item
+
+
+class _Streams:
+    """Requests that are not answered yet, and those that rank 0 has to forget."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.by_id: dict[str, _Stream] = {}
+        """By the caller's id."""
+        self.orphans: dict[str, None] = {}
+        """Keys of requests that nobody waits for, until rank 0 has acknowledged that."""
+        self._admission, self._names = admission, RequestNames()
+        self._by_key: dict[str, _Stream] = {}
+        """By the id that rank 0 knows, which is never used twice."""
+        self._has_orphans = asyncio.Event()
+
+    def open(self, request_id: str, sampling: Sampling, order_key: OrderKey | None) -> _Stream:
+        key = self._names.new(request_id, order_key)
+        stream = _Stream(request_id, key, sampling.ignore_eos)
+        self.by_id[request_id] = self._by_key[key] = stream
+        self._admission.enter(request_id)
+        return stream
+
+    def close(self, stream: _Stream, has_ranks: bool) -> None:
+        """Forget a stream, and on rank 0 the request where it is not at its end."""
+        if self._by_key.pop(stream.key, None) is None:
+            return
+        del self.by_id[stream.request_id]
+        self._admission.leave(stream.request_id)
+        if not stream.ended and has_ranks:
+            self._orphan(stream.key)
+
+    def _orphan(self, key: str) -> None:
+        """Have rank 0 told that nobody waits for a request any more."""
+        self.orphans[key] = None
+        self._has_orphans.set()
+
+    async def cancel_orphans(self, rank: Any) -> None:
+        """Tell rank 0 of requests that nobody waits for, for as long as it lives.
+
+        In a task of the engine's own: what is sent from a task that Serve cancels is cancelled with
+        it, and the request would go on.
+        """
+        self.orphans.clear()  # Of ranks that are gone.
+        while True:
+            await self._has_orphans.wait()
+            self._has_orphans.clear()
+            keys = list(self.orphans)
+            try:
+                await rank.cancel.remote(keys)
+            except RayError as error:
+                # Where the rank has died, whoever watches it says so, and ends this.
+                name = type(error).__name__
+                logger.warning("rank 0 did not take %d cancels: %s", len(keys), name)
+                await asyncio.sleep(_CANCEL_AGAIN_S)
+                self._has_orphans.set()
+                continue
+            for key in keys:
+                self.orphans.pop(key, None)
+
+    def hand_on(self, progress: Progress, eos_token_ids: frozenset[int]) -> None:
+        """Give a caller what an iteration did to its request."""
+        stream = self._by_key.get(progress.request_id)
+        if stream is None:
+            # Its cancel was lost, or came before the request itself.
+            if not progress.finished and progress.token_id is not None:
+                self._orphan(progress.request_id)
+        elif progress.token_id is None:
+            reason_text = (progress.error or "no reason given").splitlines()[0]
+            stream.put(EngineError(f"rank 0 could not go on: {reason_text}"))
+        else:
+            reason: FinishReason | None = None
+            if progress.finished:
+                at_eos = progress.token_id in eos_token_ids
+                reason = "stop" if at_eos and not stream.ignore_eos else "length"
+            stream.put(Chunk((progress.token_id,), reason))
+
+
 class ShardedEngine:
     """An engine over a `WorkerGroup`, through transformers' continuous batching."""
 
     def __init__(self, config: EngineConfig, group: WorkerGroup | None = None) -> None:
-        """Serve what `config` says, once started.
-
-        Args:
-            config: What to run, and on what.
-            group: Ranks of the same configuration that have loaded already; None: ranks of its own.
-        """
+        """Serve what `config` says; a `group` that is given has loaded already."""
         self.config = config
         self._group = group or WorkerGroup(config)
         self._doing = "looking for the model"
-        self._streams: dict[str, _Stream] = {}
-        """Requests that are not answered yet, by the caller's id."""
-        self._by_key: dict[str, _Stream] = {}
-        """The same by the id that rank 0 knows, which is never used twice."""
-        self._names = RequestNames()
-        self._orphans: dict[str, None] = {}
-        """Ids of requests that nobody waits for, until rank 0 has acknowledged that."""
-        self._has_orphans = asyncio.Event()
         self._watchers: list[asyncio.Task[None]] = []
         self._revival: asyncio.Task[None] | None = None
         self._revived_s: list[float] = []
@@ -305,6 +369,7 @@ class ShardedEngine:
         self._limits = GroupLimits(0, frozenset())
         self._reported: EngineStats | None = None
         self._admission = Admission(config.max_batch, config.max_waiting)
+        self._streams = _Streams(self._admission)
 
     async def start(self) -> None:
         """Load the weights and be ready.
@@ -345,7 +410,12 @@ class ShardedEngine:
         shape = await asyncio.to_thread(read_shape, folder)
         check_plan(shape, self.config)
         if not self._group.ranks:
-            self._doing = f"waiting for {self._needs()}"
+            kind = "GPU" if "GPU" in rank_bundles(self.config)[0] else "CPU"
+            total = ray.cluster_resources().get(kind, 0)
+            self._doing = (
+                f"waiting for {self.config.num_ranks} free {kind}s "
+                f"(the cluster has {total:g} in all)"
+            )
             await self._group.place()
             self._doing = "loading the weights"
             await self._group.load()
@@ -356,13 +426,8 @@ class ShardedEngine:
         )
         self._admission.open(longest, shape.vocab_size)
         watched = (self._watch(number) for number in range(self.config.num_ranks))
-        works = (self._read(), self._cancel_orphans(), *watched)
+        works = (self._read(), self._streams.cancel_orphans(self._group.ranks[0]), *watched)
         self._watchers = [asyncio.create_task(work) for work in works]
-
-    def _needs(self) -> str:
-        kind = "GPU" if "GPU" in rank_bundles(self.config)[0] else "CPU"
-        have = ray.cluster_resources().get(kind, 0)
-        return f"{self.config.num_ranks} free {kind}s (the cluster has {have:g} in all)"
 
     async def generate(
         self,
@@ -377,96 +442,43 @@ class ShardedEngine:
             InvalidRequest: It is too long, or makes no sense.
             EngineError: The queue is full (`EngineFull`), or the engine died meanwhile.
         """
-        num_running = self._num_running_if_full()
+        reported, num_running = self._reported, None
+        if reported is not None and reported.num_waiting and reported.num_running:
+            num_running = reported.num_running
         self._admission.check(request_id, token_ids, sampling, num_running)
-        stream = self._open(request_id, sampling, order_key)
+        stream = self._streams.open(request_id, sampling, order_key)
         try:
-            await self._call_driver("submit", stream.key, list(token_ids), sampling)
+            await self._submit(stream.key, list(token_ids), sampling)
             while (chunk := await stream.next()).finish_reason is None:
                 yield chunk
             yield chunk
         finally:
-            self._close(stream)
+            self._streams.close(stream, bool(self._group.ranks))
 
-    def _num_running_if_full(self) -> int | None:
-        """How many run, where others have to wait for them."""
-        reported = self._reported
-        waits = reported is not None and reported.num_waiting > 0 and reported.num_running > 0
-        return reported.num_running if reported is not None and waits else None
-
-    def _open(self, request_id: str, sampling: Sampling, order_key: OrderKey | None) -> _Stream:
-        key = self._names.new(request_id, order_key)
-        stream = _Stream(request_id, key, sampling.ignore_eos)
-        self._streams[request_id] = self._by_key[stream.key] = stream
-        self._admission.enter(request_id)
-        return stream
-
-    def _close(self, stream: _Stream) -> None:
-        """Forget a stream, and on rank 0 the request where it is not at its end."""
-        if self._by_key.pop(stream.key, None) is None:
-            return
-        del self._streams[stream.request_id]
-        self._admission.leave(stream.request_id)
-        if not stream.ended and self._group.ranks:
-            self._orphan(stream.key)
-
-    def _orphan(self, key: str) -> None:
-        """Have rank 0 told that nobody waits for a request any more."""
-        self._orphans[key] = None
-        self._has_orphans.set()
-
-    async def _cancel_orphans(self) -> None:
-        """Tell rank 0 of requests that nobody waits for, for as long as it lives.
-
-        In a task of the engine's own: what is sent from a task that Serve cancels is cancelled with
-        it, and the request would go on.
-        """
-        self._orphans.clear()  # Of ranks that are gone.
-        while True:
-            await self._has_orphans.wait()
-            self._has_orphans.clear()
-            keys = list(self._orphans)
-            try:
-                await self._group.ranks[0].cancel.remote(keys)
-            except RayError as error:
-                # Where the rank has died, whoever watches it says so, and ends this.
-                name = type(error).__name__
-                logger.warning("rank 0 did not take %d cancels: %s", len(keys), name)
-                await asyncio.sleep(_CANCEL_AGAIN_S)
-                self._has_orphans.set()
-                continue
-            for key in keys:
-                self._orphans.pop(key, None)
-
-    async def _call_driver(self, method: str, *args: Any) -> Any:
+    async def _submit(self, key: str, token_ids: list[int], sampling: Sampling) -> None:
         if not self._group.ranks:
             raise EngineError(self._admission.closed or "the engine was stopped")
         try:
-            return await getattr(self._group.ranks[0], method).remote(*args)
+            await self._group.ranks[0].submit.remote(key, token_ids, sampling)
         except (RayError, EngineError) as error:
             reason = self._admission.closed or f"rank 0: {reason_of(error)}"
             raise EngineError(reason) from None
 
     async def abort(self, request_id: str) -> None:
         """Forget a request; unknown ones are ignored."""
-        stream = self._streams.get(request_id)
+        stream = self._streams.by_id.get(request_id)
         if stream is not None:
-            self._close(stream)
+            self._streams.close(stream, bool(self._group.ranks))
             stream.put(Chunk((), "abort"))
 
     def stats(self) -> EngineStats:
         """Tell the state as of now, without waiting."""
         reported = self._reported or EngineStats(0, 0, 0.0, 0.0, 0, math.nan, 0)
         # Requests on their way to rank 0 wait, whether or not it has counted them.
-        num_waiting = max(0, len(self._streams) - reported.num_running)
-        return EngineStats(
-            num_waiting=num_waiting,
-            num_running=reported.num_running,
-            kv_used_fraction=reported.kv_used_fraction,
+        return replace(
+            reported,
+            num_waiting=max(0, len(self._streams.by_id) - reported.num_running),
             kv_capacity_tokens=self._limits.kv_capacity_tokens,
-            num_preemptions=reported.num_preemptions,
-            last_batch_s=reported.last_batch_s,
-            last_batch_size=reported.last_batch_size,
             accepting=self._admission.closed is None,
         )
 
@@ -479,7 +491,7 @@ class ShardedEngine:
         if self._admission.closed is None:
             try:
                 async with asyncio.timeout(_PING_TIMEOUT_S):
-                    await self._group._all("ping")
+                    await self._group.call_all("ping")
             except TimeoutError:
                 self._fail(f"a rank did not answer for {_PING_TIMEOUT_S:g} s")
             except EngineError as error:
@@ -503,10 +515,6 @@ class ShardedEngine:
         self._watchers = []
         self._group.disband()
 
-    async def members(self) -> list[Member]:
-        """Tell where the ranks are."""
-        return await self._group.members()
-
     async def _read(self) -> None:
         """Hand on what rank 0 reports, for as long as it does."""
         while True:
@@ -518,24 +526,7 @@ class ShardedEngine:
             if report.stats is not None:
                 self._reported = report.stats
             for progress in report.progress:
-                self._hand_on(progress)
-
-    def _hand_on(self, progress: Progress) -> None:
-        stream = self._by_key.get(progress.request_id)
-        if stream is None:
-            # Its cancel was lost, or came before the request itself.
-            if not progress.finished and progress.token_id is not None:
-                self._orphan(progress.request_id)
-            return
-        if progress.token_id is None:
-            reason_text = (progress.error or "no reason given").splitlines()[0]
-            stream.put(EngineError(f"rank 0 could not go on: {reason_text}"))
-            return
-        reason: FinishReason | None = None
-        if progress.finished:
-            at_eos = progress.token_id in self._limits.eos_token_ids
-            reason = "stop" if at_eos and not stream.ignore_eos else "length"
-        stream.put(Chunk((progress.token_id,), reason))
+                self._streams.hand_on(progress, self._limits.eos_token_ids)
 
     async def _watch(self, number: int) -> None:
         try:
@@ -553,12 +544,12 @@ class ShardedEngine:
                     ray.kill(rank)
             if not self._stopped and self._may_revive():
                 self._revival = asyncio.create_task(self._revive(reason))
-        for stream in self._streams.values():
+        for stream in self._streams.by_id.values():
             stream.put(EngineError(self._admission.closed or reason))
 
     def _may_revive(self) -> bool:
         now_s = time.monotonic()
-        lately = [one for one in self._revived_s if now_s - one < _REVIVALS_WITHIN_S]
+        lately = [at_s for at_s in self._revived_s if now_s - at_s < _REVIVALS_WITHIN_S]
         self._revived_s = [*lately, now_s]
         return len(lately) < _MAX_REVIVALS
 
@@ -574,25 +565,3 @@ class ShardedEngine:
             self._group.disband()
         finally:
             self._revival = None
-
-
-class _Stream:
-    """What is on its way to one caller."""
-
-    def __init__(self, request_id: str, key: str, ignore_eos: bool) -> None:
-        self.request_id = request_id
-        self.key = key
-        self.ignore_eos = ignore_eos
-        self.ended = False
-        """Whether rank 0 is done with it."""
-        self._items: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()
-
-    def put(self, item: Chunk | EngineError) -> None:
-        self.ended = isinstance(item, EngineError) or item.finish_reason is not None
-        self._items.put_nowait(item)
-
-    async def next(self) -> Chunk:
-        item = await self._items.get()
-        if isinstance(item, EngineError):
-            raise item
-        return item

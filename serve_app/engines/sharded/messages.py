@@ -62,13 +62,3 @@ class RankReport:
     progress: list[Progress]
     stats: EngineStats | None
     """None before the first iteration."""
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """Where a rank lives."""
-
-    pid: int
-    node_id: str
-    visible_gpus: str
-    """CUDA_VISIBLE_DEVICES; empty: none."""

@@ -280,12 +280,12 @@ class LockstepHelper(DistributedHelper):
         Ranks must agree on who is late, and clocks of hosts differ.
         """
         clock_ns = time.time_ns() if self.is_tp_driver else 0
-        told = [payload_size, stop_status, pause_requested, clock_ns]
+        values = [payload_size, stop_status, pause_requested, clock_ns]
         if self.tp_size > 1:
-            self._cpu_int_acc[:] = torch.tensor(told)
+            self._cpu_int_acc[:] = torch.tensor(values)
             dist.all_reduce(self._cpu_int_acc, op=dist.ReduceOp.MAX, group=self.cpu_comm_group)
-            told = self._cpu_int_acc.tolist()
-        payload_size, stop_status, pause_requested, clock_ns = told
+            values = self._cpu_int_acc.tolist()
+        payload_size, stop_status, pause_requested, clock_ns = values
         self.now_s = clock_ns / 1e9
         return payload_size, stop_status, pause_requested
 

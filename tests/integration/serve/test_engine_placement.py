@@ -1,6 +1,8 @@
 """Where the ranks of a worker group go, on nodes whose GPUs are pretended; no model is loaded."""
 
 import asyncio
+import os
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -28,11 +30,19 @@ def a_config(**fields):
     return EngineConfig(model="none", **fields)
 
 
+def where(_):
+    """Process and node of a rank, and the GPUs that it sees."""
+    node_id = ray.get_runtime_context().get_node_id()
+    visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return SimpleNamespace(pid=os.getpid(), node_id=node_id, visible_gpus=visible_gpus)
+
+
 async def placed(config):
     group = WorkerGroup(config)
     try:
         await group.place()
-        return await group.members()
+        calls = [rank.__ray_call__.remote(where) for rank in group.ranks]
+        return await asyncio.gather(*calls)
     finally:
         group.disband()
 

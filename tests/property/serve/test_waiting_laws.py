@@ -186,17 +186,18 @@ class Windows:
 
     def __init__(self, most):
         self.most, self.inside, self.served = most, {name: [] for name in most}, []
+        self.availability = self
 
-    def give_key(self, asked):
+    def give_key(self, asked, expected_wait_s):
         pass
 
-    def fitting(self, asked):
+    def fitting_pools(self, asked):
         return asked.pools
 
     def has_room(self):
         return any(len(one) < self.most[name] for name, one in self.inside.items())
 
-    def pick_now(self, asked):
+    def pick(self, asked):
         for name in asked.pools:
             if len(self.inside[name]) < self.most[name]:
                 self.inside[name].append(asked)

@@ -62,7 +62,8 @@ async def an_engine(rank):
     engine._limits = GroupLimits(1000, frozenset())
     engine._admission.open(2000, 100)
     engine._watchers = [
-        asyncio.create_task(engine._read()), asyncio.create_task(engine._cancel_orphans())
+        asyncio.create_task(engine._read()),
+        asyncio.create_task(engine._streams.cancel_orphans(engine._group.ranks[0])),
     ]  # fmt: skip
     return engine
 
@@ -100,7 +101,7 @@ async def leave_all(engine, rank):
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await until(lambda: not rank.running and not engine._orphans)
+    await until(lambda: not rank.running and not engine._streams.orphans)
 
 
 def test_a_request_whose_task_is_cancelled_is_cancelled_at_the_rank():
@@ -130,6 +131,6 @@ def test_an_engine_without_ranks_refuses_and_has_nothing_to_cancel():
             task.cancel()
         with pytest.raises(EngineError, match="stopped"):
             await generate(engine, "a")
-        assert not engine._orphans
+        assert not engine._streams.orphans
 
     run(test)

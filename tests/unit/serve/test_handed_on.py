@@ -231,8 +231,8 @@ CLASSES = [{"name": "first", "response_s": 9}, {"name": "flex", "response_s": 99
 def test_tiers_of_openai_and_anthropic_mean_the_first_class_unless_one_is_called_so(tier):
     async def test(port, gateway, endpoints):
         assert (await ask(port, "POST", CHAT, a_chat(service_tier=tier)))[0] == 200
-        assert gateway.service_class(tier).name == ("flex" if tier == "flex" else "first")
-        assert gateway.service_class(None).name == "first"
+        assert gateway.cluster.service_class(tier).name == ("flex" if tier == "flex" else "first")
+        assert gateway.cluster.service_class(None).name == "first"
         assert (await ask(port, "POST", CHAT, a_chat(service_tier="gold")))[0] == 400
 
     run(test, classes=CLASSES)

@@ -130,9 +130,9 @@ def test_a_request_knows_its_tenant_where_it_is_placed(tmp_path):
         async with a_site(tmp_path / "keys.yaml", "user") as (client, _, gateway, _pools):
             pick = gateway._placement.pick
 
-            async def noted(answer):
+            def noted(answer, *by_ray):
                 seen.append((answer.request.tenant, answer.request.caller.key))
-                return await pick(answer)
+                return pick(answer, *by_ray)
 
             gateway._placement.pick = noted
             for key in ("sk-ann", "user", "sk-all"):

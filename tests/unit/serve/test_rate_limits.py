@@ -17,7 +17,13 @@ from unit.serve.test_serve_gateway import a_body
 
 from serve_app.gateway.callers import ANYBODY, Caller, CallerLimits, KeyFile
 from serve_app.gateway.carrier_wire import read_refusal, write_refusal
-from serve_app.gateway.generation import ReplicaFull
+from serve_app.gateway.generation import (
+    Draining,
+    Refused,
+    ReplicaFull,
+    Unanswerable,
+    Unserved,
+)
 from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
 from serve_app.http.auth import Access
 
@@ -355,5 +361,6 @@ def test_two_carriers_count_together_exactly(tmp_path, stream):
 
 def test_a_refusal_survives_the_wire():
     over = OverLimit("no", 3, "insufficient_quota", "insufficient_quota", [(b"a", b"b c")])
-    for told in (("refused", "no", 429, 3, over), ("draining", "no", 503, 0, None)):
-        assert read_refusal(write_refusal(*told)) == told
+    for error in (Refused("no", 3, over), Draining("no"), Unanswerable("long", 413), Unserved("")):
+        read = read_refusal(write_refusal(error))
+        assert (type(read), vars(read), str(read)) == (type(error), vars(error), str(error))

@@ -20,9 +20,10 @@ from sizes import scaled
 
 from serve_app import app
 from serve_app.allocation import allocator as allocator_module
-from serve_app.allocation.allocator import Allocator, AllocatorSettings, steady
+from serve_app.allocation.allocator import Allocator, steady
 from serve_app.allocation.plans import cheapest_for, find_plan, plan_of
 from serve_app.allocation.transition import Held, Shape, gpus_held, shape_of
+from serve_app.cluster import ReshapingLimits
 from serve_app.gateway import clocks
 from serve_app.http.allocation import make_router
 from serve_app.http.auth import Access
@@ -77,7 +78,9 @@ class World:
         self.pool = options.pop("pool", None) or InstantPool()
         self.pool.num_offered = lambda: self.offered
         self.allocator = Allocator(
-            scenario, "tested", policy, self.pool, AllocatorSettings(**options),
+            scenario, "tested", policy, self.pool,
+            start=options.pop("start", None), time_scale=options.pop("time_scale", 1.0),
+            settings=ReshapingLimits(**{"cooldown_slots": 0} | options),
             clock_s=lambda: self.now_s,
         )  # fmt: skip
 
@@ -116,9 +119,7 @@ def test_slots_go_by_a_clock_that_nobody_sets(monkeypatch):
     """By one that is set back by an hour nothing would be decided for an hour."""
     pool = InstantPool()
     pool.num_offered = lambda: 0
-    allocator = Allocator(
-        SCENARIO, "tested", StaticPlan(ONE), pool, AllocatorSettings(start=ONE)
-    )  # fmt: skip
+    allocator = Allocator(SCENARIO, "tested", StaticPlan(ONE), pool, ReshapingLimits(), ONE)
     passed_s = time.clock_gettime(clocks._STEADY) + 11 * SCENARIO.slot_s
     monkeypatch.setattr(clocks.time, "clock_gettime", lambda _: passed_s)
     asyncio.run(allocator.tick())
@@ -438,17 +439,13 @@ def test_a_restart_refills_no_switch_budget_and_shortens_no_wait():
     before, after = (World(StaticPlan(FOUR), **options) for _ in range(2))
     before.slot()
     assert before.allocator.changes[-1].outcome == "done"
-    assert before.allocator.switches_left == BUDGET.switches - 1
+    assert before.allocator.limits.switches_left == BUDGET.switches - 1
     saved = json.loads(json.dumps(before.allocator.saved()))
     after.now_s = before.now_s + SCENARIO.slot_s
-    after.allocator._slot = after.allocator._slot_now()
+    after.allocator.limits.slot = after.allocator._slot_now()
     after.allocator.restore(saved)
-    assert after.allocator.switches_left == BUDGET.switches - 1
+    assert after.allocator.limits.switches_left == BUDGET.switches - 1
     assert after.allocator.saved() == saved | {"slot": saved["slot"] + 1, "since_slots": 1}
-    # A file of before knows nothing of it.
-    former = World(StaticPlan(FOUR), **options)
-    former.allocator.restore({"plan": None, "dry_run": None})
-    assert former.allocator.switches_left == BUDGET.switches
 
 
 def test_what_was_saved_of_slots_of_another_length_keeps_no_plan_out():

@@ -24,8 +24,8 @@ from serve_app.engines.base import EngineStatus
 from serve_app.gateway import scraping
 from serve_app.gateway.exchange import Call, InferenceRequest
 from serve_app.gateway.faults import EndpointError, Fault, retry_after_s
-from serve_app.gateway.gateway import Gateway, Unserved
-from serve_app.gateway.generation import ReplicaFailed, RequestRejected
+from serve_app.gateway.gateway import Gateway
+from serve_app.gateway.generation import ReplicaFailed, RequestRejected, Unserved
 from serve_app.gateway.outliers import BackOff
 from serve_app.policy.manager import PolicyManager
 
@@ -103,7 +103,7 @@ def test_one_table_says_whose_fault_a_status_is(status, body, fault):
     ],
 )
 def test_and_whose_fault_an_event_is(event, fault):
-    assert EndpointError.of_event(event).fault is fault
+    assert EndpointError.of(event).fault is fault
 
 
 def test_a_header_says_when_to_come_back_in_seconds_or_as_a_date():
@@ -124,9 +124,9 @@ def test_what_refuses_is_left_alone_for_twice_as_long_each_time():
         now_s[0] += rests_s[-1]
     assert rests_s == [1.0, 2.0, 4.0, 5.0]
     off.pop(("a",))
-    off.refuse(("a",), told_s=3.0)
+    off.refuse(("a",), retry_after_s=3.0)
     assert off.left_s(("a",)) == 3.0
-    off.refuse(("b",), told_s=1e9)
+    off.refuse(("b",), retry_after_s=1e9)
     assert off.left_s(("b",)) == 5.0
     assert off.left_s(("c",)) == 0.0
 
@@ -185,7 +185,7 @@ def test_endpoints_that_sleep_cost_those_that_are_awake_no_request(num_asleep):
         # Once the time is over for which they said so, they are asked again, and serve.
         for one in endpoints[:num_asleep]:
             one.status, one.script = 200, OK
-        rests = gateway._placement._full
+        rests = gateway._placement.availability.full
         rests.update({name: (0.0, rest_s) for name, (_, rest_s) in rests.items()})
         for _ in range(16):
             text_of(await client.post("/v1/completions", json=BODY))
@@ -215,7 +215,7 @@ def test_where_none_has_room_the_caller_is_told_when_the_first_may_have(status, 
 
     async def told(client, gateway, endpoints):
         await test(client, gateway, endpoints)
-        gateway._placement._full.clear()
+        gateway._placement.availability.full.clear()
         answer = await client.post("/v1/completions", json=BODY)
         assert "come in 25" in answer.json()["error"]["message"]
         assert answer.headers["x-ratelimit-remaining-requests"] == "0"
@@ -257,7 +257,7 @@ def test_an_endpoint_that_lacks_a_model_is_asked_for_it_again_once_it_lists_it(m
         await until(lambda: gateway.refresh() and info_of(gateway, odd).models)
         while not odd.num_asked:
             text_of(await client.post("/v1/completions", json=BODY))
-        lacks = gateway._placement._lacks
+        lacks = gateway._placement.availability.lacks
         # However long that takes.
         lacks.update({name: (0.0, rest_s) for name, (_, rest_s) in lacks.items()})
         for _ in range(4):

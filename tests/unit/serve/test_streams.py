@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 from unit.raw_endpoint import RawCaller
@@ -13,8 +14,7 @@ from unit.serve.test_serve_external import run as run_stubs
 from serve_app.cluster import Deadlines
 from serve_app.gateway.exchange import Call, InferenceRequest
 from serve_app.gateway.forwarding import ResponseTimer
-from serve_app.gateway.gateway import Refused, Unanswerable, Unserved
-from serve_app.gateway.generation import RequestRejected
+from serve_app.gateway.generation import Refused, RequestRejected, Unanswerable, Unserved
 from serve_app.gateway.sse import ErrorEvent, EventPeek
 from serve_app.gateway.upstream import Connection, Origin
 from serve_app.http.answering import _error_event
@@ -356,7 +356,8 @@ def waiting(monkeypatch):
 
     def begin(stream=True, prefill_s=0.0):
         request = InferenceRequest("1", [1], 8, Call(CHAT, b"", b"", stream))
-        timer = ResponseTimer(Deadlines(), request, prefill_s)
+        attempt = SimpleNamespace(request=request, note_send=lambda: None)
+        timer = ResponseTimer(Deadlines(), attempt, prefill_s)
         timer.watch(connection)
         return timer
 

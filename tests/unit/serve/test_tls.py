@@ -191,7 +191,7 @@ def test_files_that_do_not_fit_keep_the_certificate_from_before_and_say_so(tmp_p
 
 
 def test_a_listener_looks_by_itself_and_stops_to_when_it_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr("serve_app.http.tls._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("serve_app.watched_file._LOOK_EVERY_S", 0.01)
     files = make(tmp_path, 1)
 
     async def test():
@@ -224,14 +224,14 @@ def test_a_folder_that_may_not_be_read_for_a_while_ends_nobodys_looking(tmp_path
 
 def test_a_certificate_is_taken_once_it_can_be_read_though_it_is_the_same_by_then(tmp_path):
     certificate = Certificate(make(tmp_path, 1))
-    before = certificate._current
+    before = certificate.value
     make(tmp_path, 2)
     with too_many_open_files():
         assert certificate.reload()
-        assert certificate._current is before
+        assert certificate.value is before
     assert certificate.reload()
     assert certificate.problem is None
-    assert certificate._current is not before
+    assert certificate.value is not before
 
 
 def test_a_handshake_that_does_not_end_is_given_up(tmp_path):
