@@ -33,7 +33,7 @@ from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.exchange import Attempt, Call, Headers, InferenceRequest
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.pick import Pick
-from serve_app.gateway.replicas import ReplicaTable
+from serve_app.gateway.replicas import Prompt, ReplicaTable
 from serve_app.policy.manager import PolicyManager
 from tokenyard.problem import Row
 from tokenyard.provenance import ResultFile, report
@@ -177,7 +177,8 @@ class Load:
         model = gateway._catalog.find(None)
         assert model is not None
         answer = Answer(
-            request, gateway.cluster.classes[0], _Nobody(), request.prompt, time.time(),
+            request, gateway.cluster.classes[0], _Nobody(), Prompt(request.token_ids),
+            time.time(),
             wait=asyncio.Timeout(None), model=model, grant=None, tenant_share=1.0,
             needed_tokens=len(request.token_ids) + request.max_tokens,
         )  # fmt: skip

@@ -187,11 +187,7 @@ class GatewayReplica:
         await self.listen(address["host"], address["port"])
 
     async def listen(self, host: str, port: int) -> None:
-        """Begin to answer.
-
-        Raises:
-            OSError: The address cannot be listened on.
-        """
+        """Begin to answer; an OSError says that the address cannot be listened on."""
         held, self._held = self._held, None
         if self._listener is None:
             self._start()
@@ -314,11 +310,7 @@ class DeciderReplica(GatewayReplica):
         return self._decider.path
 
     async def check_health(self) -> None:
-        """Answer from the event loop of decisions.
-
-        Raises:
-            RuntimeError: It listens for nobody, or has to be replaced by what is installed now.
-        """
+        """Fail where it listens for nobody, or has to be replaced by what is installed now."""
         if self._decider is None or not self._decider.is_up:
             raise RuntimeError("the decider does not listen any more")
         if self._decider.outdated is not None:
@@ -335,11 +327,7 @@ class DeciderReplica(GatewayReplica):
 
 
 async def check_no_proxy(host: str, port: int) -> None:
-    """Find out whether Ray Serve's HTTP proxy has a port: it would share it, and answer half.
-
-    Raises:
-        OSError: It has.
-    """
+    """Refuse (OSError) a port of Ray Serve's HTTP proxy: it would share it, and answer half."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     origin = Origin.of(url_of(host, port))
     client, head = UpstreamClient(_PROXY_S), origin.head(b"GET", b"/-/healthz", b"", 0)
@@ -446,11 +434,7 @@ def local_admin_of(options: GatewayOptions) -> bool:
 
 
 def make_access(cluster: Cluster, options: GatewayOptions) -> Access:
-    """Say who may use the gateway and who may change it; keys are not read yet.
-
-    Raises:
-        ValueError: A token cannot be one.
-    """
+    """Say who may use the gateway and who may change it; keys are not read yet."""
     path = cluster.gateway.keys
     keys = None if path is None else KeyFile(path)
     return Access(token_of(options), admin_token_of(options), local_admin_of(options), keys)

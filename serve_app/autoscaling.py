@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from ray.serve.config import AutoscalingContext
 
-from serve_app.allocation.plans import make_plan_policy, modelled
+from serve_app.allocation.plans import load_plan_policy, modelled
 from tokenyard.allocation.dynamics import make_model
 from tokenyard.allocation.forecast import history_slots
 from tokenyard.allocation.plans import LATENCY_S, UTILISATION, load_allocation, plan_table
@@ -44,21 +44,18 @@ class PlannedReplicas:
         time_scale: float = 1.0,
         registry: str | None = None,
     ) -> None:
-        """Read the scenario.
+        """Read the scenario, whose GPUs are the most that is asked for.
 
-        Args:
-            scenario: Name or YAML path; its GPUs are the most that is asked for.
-            tensor_parallel: GPUs of one replica of the deployment.
-            policy: `champion`, a policy file (.npz) or an allocation baseline's name.
-            time_scale: Seconds of real time per second of the scenario.
-            registry: MLflow URI where champions are looked up.
+        `tensor_parallel` is the number of GPUs of one replica, `policy` is `champion`, a policy
+        file (.npz) or an allocation baseline's name, and `time_scale` is seconds of real time per
+        second of the scenario.
 
         Raises:
             ValueError: Any of these is unknown, or no such replica attains the SLO.
         """
         self._scenario = load_allocation(scenario)
         self._table, self._model = plan_table(self._scenario), make_model(self._scenario)
-        self._policy = make_plan_policy(policy, self._scenario, registry)
+        self._policy = load_plan_policy(policy, self._scenario, registry)[0]
         plans = self._table.plans
         self._family: list[Plan] = [plans[i] for i in family(self._table, tensor_parallel)]
         self._time_scale, self._history = time_scale, history_slots(self._scenario.slots_per_day)
@@ -68,7 +65,8 @@ class PlannedReplicas:
         kept = dict(ctx.policy_state)
         state = kept.get(_STATE) or {"slot": None, "sum": 0.0, "looks": 0, "demand": [], "since": 0}
         slot = int((ctx.current_time or 0.0) / (self._scenario.slot_s * self._time_scale))
-        now = self._nearest(ctx.current_num_replicas)
+        num_now = ctx.current_num_replicas
+        now = min(self._family, key=lambda plan: abs(plan.num_replicas - num_now))
         rate = self.arrivals_per_s(now, float(ctx.total_num_requests))
         target = ctx.target_num_replicas
         if state["slot"] is None:
@@ -111,11 +109,6 @@ class PlannedReplicas:
         if plan in self._family:
             return plan.num_replicas
         enough = self._table.goodput_capacity_per_s[self._table.find(plan)]
-        serves = [own for own in self._family if self._goodput_capacity_per_s(own) >= enough]
+        capacities_per_s = self._table.goodput_capacity_per_s
+        serves = [own for own in self._family if capacities_per_s[self._table.find(own)] >= enough]
         return (serves or self._family[-1:])[0].num_replicas
-
-    def _goodput_capacity_per_s(self, plan: Plan) -> float:
-        return float(self._table.goodput_capacity_per_s[self._table.find(plan)])
-
-    def _nearest(self, num_replicas: int) -> Plan:
-        return min(self._family, key=lambda plan: abs(plan.num_replicas - num_replicas))

@@ -107,7 +107,7 @@ def is_allowed(host: str, allowed: Sequence[str]) -> bool:
     except ValueError:
         return not allowed or any(fnmatchcase(host, pattern) for pattern in allowed)
     address = getattr(address, "ipv4_mapped", None) or address
-    networks = filter(None, map(_network, allowed or _NEVER))
+    networks = [network for network in map(_network, allowed or _NEVER) if network]
     is_in = any(address in network for network in networks)
     return is_in == bool(allowed)
 

@@ -234,11 +234,7 @@ class Client:
         return answer.json()
 
     async def switch(self, policy: str) -> None:
-        """Let another policy decide.
-
-        Raises:
-            ValueError: The server refuses.
-        """
+        """Let another policy decide; a ValueError says why the server refuses."""
         token = os.environ.get("TOKENYARD_ADMIN_TOKEN")
         headers = {"Authorization": f"Bearer {token}"} if token else None
         answer = await self._http.post("/v1/policy", json={"policy": policy}, headers=headers)
@@ -279,11 +275,7 @@ class Client:
         return ReplayedAnswer(now_s - due_s, events.first_s - due_s, *tokens, None)
 
     async def words_per_token(self) -> float:
-        """Measure how many of our words make a token of the served model.
-
-        Raises:
-            ValueError: The endpoint does not answer, or does not count tokens.
-        """
+        """Measure how many of our words make a token of the served model, or raise ValueError."""
         words = tuple(WORDS[i % len(WORDS)] for i in range(100))
         failure: str | None = None
         for pause_s in _RETRIES_S:

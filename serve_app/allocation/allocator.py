@@ -25,14 +25,7 @@ import numpy as np
 
 from serve_app.allocation.plan_limits import PlanLimits
 from serve_app.allocation.plans import BUILT_IN, PlanOrigin, format_plan, modelled, plan_of
-from serve_app.allocation.transition import (
-    Held,
-    Shape,
-    gpus_held,
-    is_done,
-    next_wanted,
-    shape_of,
-)
+from serve_app.allocation.transition import Held, Shape, gpus_held, is_done, next_wanted, shape_of
 from serve_app.cluster import ReshapingLimits
 from serve_app.gateway.clocks import steady_unix_s
 from tokenyard.allocation.dynamics import NUM_OUT, USD, VIOLATIONS, make_model, run_slot
@@ -240,21 +233,12 @@ class Allocator:
         return self._change is not None
 
     @property
-    def gpus_held(self) -> int:
-        """GPUs that replicas hold now, those that start and stop included."""
-        return gpus_held(self.held)
-
-    @property
     def may_switch(self) -> bool:
         """Whether the policy may ask for another plan now."""
         return self.limits.may_switch and not self.is_changing and not self.by_hand
 
     def predicted(self, plan: Plan, demand_per_s: float) -> tuple[float, float]:
-        """What a slot of that demand costs under a plan in force.
-
-        Returns:
-            Dollars for GPUs, and requests that violate their SLO.
-        """
+        """Dollars for GPUs, and SLO violations, of a slot of that demand under a plan in force."""
         i = self.table.find(plan)
         run_slot(self._model, i, i, demand_per_s, 0.0, self._out)
         return float(self._out[USD]), float(self._out[VIOLATIONS])
@@ -264,7 +248,7 @@ class Allocator:
         for slot in range(first_slot, first_slot + num_slots):
             record = SlotRecord(
                 slot=slot, time_s=self._clock_s(), demand_per_s=demand,
-                waiting=self._pool.num_waiting(), gpus_held=self.gpus_held,
+                waiting=self._pool.num_waiting(), gpus_held=gpus_held(self.held),
                 plan=format_plan(self.plan), proposed=format_plan(self.proposed),
             )  # fmt: skip
             try:

@@ -42,24 +42,14 @@ class PlanOrigin:
 BUILT_IN = PlanOrigin()
 
 
-def make_plan_policy(
-    name: str, scenario: AllocationScenario, registry: str | None = None
-) -> AllocationPolicy:
-    """Make the policy that a cluster file or a person names; see `load_plan_policy`."""
-    return load_plan_policy(name, scenario, registry)[0]
-
-
 def load_plan_policy(
     name: str, scenario: AllocationScenario, registry: str | None = None, may_ship: bool = False
 ) -> tuple[AllocationPolicy, PlanOrigin]:
     """Make the policy that a cluster file or a person names, and say where it comes from.
 
-    Args:
-        name: `champion`, the registry's `candidate`, a policy file (.npz), or a baseline's name.
-        scenario: Whose plans it chooses from.
-        registry: MLflow URI where champions are looked up; None: only what ships counts.
-        may_ship: Whether what ships decides where the registry cannot be read or, of a candidate,
-            has none; where nothing ships, a rule does.
+    Names are `champion`, the registry's `candidate`, a policy file (.npz), or a baseline's. With
+    `may_ship`, what ships decides where the registry cannot be read or, of a candidate, has none;
+    where nothing ships, a rule does.
 
     Raises:
         ValueError: There is none of that name, or it was trained for other plans.
@@ -132,11 +122,7 @@ def check_allocation(allocation: AllocatedPool, registry: str | None = None) -> 
 
 
 def start_of(allocation: AllocatedPool, scenario: AllocationScenario) -> Plan | None:
-    """The plan that the file names for the beginning.
-
-    Raises:
-        ValueError: It is not feasible.
-    """
+    """The plan that the file names for the beginning; a ValueError says that it is not feasible."""
     start = allocation.start
     return None if start is None else find_plan(plan_table(scenario), **start.model_dump())
 

@@ -178,8 +178,6 @@ def make_allocator(
 ) -> Allocator | None:
     """Make the allocator of a gateway; None: its cluster has no allocated pool.
 
-    The arguments are those of `ServeReplicaSets`, and the MLflow URI where champions are found.
-
     Raises:
         ValueError: As `check_allocation`.
     """

@@ -44,6 +44,27 @@ class Sampling:
     """Go on to `max_tokens` whatever is drawn: what replays of a trace need."""
 
 
+@dataclass(slots=True)
+class Generation:
+    """What a caller asks an engine for, read from a body of OpenAI's."""
+
+    token_ids: Sequence[int]
+    """Of the prompt; at least one."""
+    sampling: Sampling
+    model: str
+    is_chat: bool
+    """Whether it is a conversation."""
+    stream: bool
+    stops: tuple[str, ...] = ()
+    """Strings at which the answer is cut."""
+    include_usage: bool = False
+    """Whether a last event tells how many tokens there were."""
+    continuous_usage: bool = False
+    """Whether every event does (vLLM)."""
+    may_be_shorter: bool = False
+    """Whether the caller names no length, so that it is what an engine has room for."""
+
+
 # Not frozen: that takes twice as long to make, and every token makes one.
 @dataclass(slots=True)
 class Chunk:

@@ -84,11 +84,7 @@ def find_model(model: str) -> Path:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Read from the folder's config.json what decides whether it can be divided.
-
-    Raises:
-        EngineError: It is not the configuration of a causal language model.
-    """
+    """Read from the folder's config.json what decides whether the model can be divided."""
     try:
         fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

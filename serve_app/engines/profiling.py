@@ -139,11 +139,7 @@ def _open_lock(folder: Path) -> int:
 
 
 async def profile_engine(
-    engine: Engine,
-    config: EngineConfig,
-    vocab_size: int,
-    budget_s: float = 30.0,
-    seed: int = 0,
+    engine: Engine, config: EngineConfig, vocab_size: int, budget_s: float = 30.0, seed: int = 0
 ) -> Measurement:
     """Measure a running engine that nobody else uses meanwhile.
 

@@ -54,14 +54,10 @@ class TextEngine:
         stop: tuple[str, ...],
         order_key: OrderKey | None = None,
     ) -> AsyncGenerator[TextChunk, None]:
-        """Stream the answer to a request; closing the stream early aborts it.
-
-        The arguments are those of `Engine.generate`, and the strings at which the answer is cut.
+        """Stream the answer to a request up to a stop string; closing the stream early aborts it.
 
         Raises:
-            EngineFull: As many requests wait as may.
-            InvalidRequest: The engine can never answer it.
-            EngineError: The engine is about to stop, or failed.
+            EngineError: As `Engine.generate`, or the engine is about to stop.
         """
         self._check_room()
         done = False
@@ -123,11 +119,7 @@ class TextEngine:
 async def read_texts(
     chunks: AsyncIterator[Chunk], tokenizer: Tokenizer, stop: tuple[str, ...]
 ) -> AsyncGenerator[TextChunk, None]:
-    """Turn an engine's tokens into text, up to the first stop string.
-
-    Raises:
-        EngineError: The engine's stream ended without a reason.
-    """
+    """Turn an engine's tokens into text, up to the first stop string."""
     texts, stops = Detokenizer(tokenizer), StopFinder(stop)
     num_tokens = 0
     async for chunk in chunks:

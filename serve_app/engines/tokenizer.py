@@ -45,11 +45,7 @@ class HuggingFaceTokenizer:
     """The tokenizer in a model's folder."""
 
     def __init__(self, folder: str) -> None:
-        """Load it.
-
-        Raises:
-            ValueError: The folder holds none.
-        """
+        """Load it; a ValueError says that the folder holds none."""
         try:
             self._tokenizer: Any = _load(Path(folder))
         except (OSError, ValueError) as error:
@@ -88,9 +84,7 @@ class HuggingFaceTokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation by the model's template, or a plain one where it has none.
 
-        Raises:
-            ChatRefused: The template raises, as many do for a system's message, or for two of the
-                same role in a row.
+        Many templates raise for a system's message, or for two of the same role in a row.
         """
         if self._tokenizer.chat_template is None:
             return self.encode(plain_chat(messages))

@@ -34,12 +34,7 @@ class VllmEngine:
         self._arrivals = ArrivalKeys()
 
     async def start(self) -> None:
-        """Load the weights and be ready.
-
-        Raises:
-            EngineError: vLLM is missing, the model cannot be found or cannot be divided like that,
-                or vLLM could not load it in time.
-        """
+        """Load the weights and be ready, within `start_timeout_s`: see `Engine.start`."""
         folder = await asyncio.to_thread(find_model, self.config.model)
         shape = read_shape(folder)
         check_plan(shape, self.config)
@@ -69,12 +64,7 @@ class VllmEngine:
         sampling: Sampling,
         order_key: OrderKey | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """Generate; closing the iterator early aborts the request.
-
-        Raises:
-            InvalidRequest: It is too long, or makes no sense.
-            EngineError: The queue is full (`EngineFull`), or the engine died meanwhile.
-        """
+        """Generate: see `Engine.generate`."""
         self._admission.check(request_id, token_ids, sampling, self._gauge.num_running_if_full)
         self._admission.enter(request_id)
         try:
@@ -115,11 +105,7 @@ class VllmEngine:
         )
 
     async def check_health(self) -> None:
-        """Return if vLLM's processes live.
-
-        Raises:
-            EngineError: One does not.
-        """
+        """Return if vLLM's processes live: see `Engine.check_health`."""
         if self._llm is None:
             raise EngineError("the engine is not running")
         try:
@@ -232,11 +218,7 @@ def _sampling_params(sampling: Sampling) -> Any:
 
 
 def _finish_reason(reason: str | None) -> FinishReason | None:
-    """Name vLLM's reasons like ours.
-
-    Raises:
-        EngineError: It is one of those that stand for a failure.
-    """
+    """Name vLLM's reasons like ours; those that stand for a failure are an EngineError."""
     if reason in (None, "stop", "length", "abort"):
         return cast("FinishReason | None", reason)
     raise EngineError(f"vLLM ended the request with {reason!r}")

@@ -23,11 +23,7 @@ def write_order_key(key: OrderKey) -> str:
 
 
 def read_order_key(text: str) -> OrderKey:
-    """Read what `write_order_key` wrote.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Read what `write_order_key` wrote; a ValueError says that it is something else."""
     numbers = [float(part) for part in text.split()]
     if not 1 <= len(numbers) <= len(OrderKey._fields) or any(map(math.isnan, numbers)):
         raise ValueError(f"an order key is {text!r}")

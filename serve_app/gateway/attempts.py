@@ -58,13 +58,10 @@ class Attempts:
         self._max_retries = max_retries
 
     async def run(self, answer: Answer) -> None:
-        """Try replicas until one has begun to answer.
+        """Try replicas until one has begun to answer; errors are those of `Gateway.serve`.
 
         One that has no room, or lacks what is asked for, has not failed: another is asked in its
         place, each at most once.
-
-        Raises:
-            Exception: As `Gateway.serve`.
         """
         errors: list[ReplicaFailed] = []
         num_failed = number = 0
@@ -113,11 +110,7 @@ class Attempts:
             self.placement.fail(replica, sent_s)
 
     async def _pick(self, answer: Answer, waits: bool = True) -> Pick | None:
-        """Choose a replica; where all are full hold the request, where none is there wait for one.
-
-        Raises:
-            ReplicaFull: All are full, and the request is not held, or has been for too long.
-        """
+        """Choose a replica; hold the request where all are full, wait where none is there."""
         if self._holding is not None:
             self._holding.release()  # Who waits goes before who comes.
         by_ray, started_ns = None, 0

@@ -95,11 +95,7 @@ class Availability:
         return tuple(name for name, pool in self._backends.items() if answer.fits(pool))
 
     def check_not_full(self, answer: Answer, now_s: float) -> None:
-        """Find out whether a request has no replica because all that are left have no room.
-
-        Raises:
-            ReplicaFull: That is so.
-        """
+        """Raise ReplicaFull where all replicas that are left for a request have no room."""
         if not self.full:
             return
         rows = self._fitting(answer, self._table.offered(now_s, math.inf)).tolist()
@@ -135,7 +131,8 @@ class Availability:
 
     def begin(self, answer: Answer, replica: ReplicaState, sent_s: float) -> None:
         """Note that a replica has begun to answer; `sent_s` is by the detector's clock."""
-        self.outliers.begin(replica.replica_id, sent_s)
+        if self.outliers.records or self.outliers.in_a_row:
+            self.outliers.begin(replica.replica_id, sent_s)
         self.full.pop((replica.replica_id,), None)
         if self.lacks:
             for need in answer.needs:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from serve_app.cluster import Cluster, EngineProfile, Pool
 from serve_app.engines.base import EngineStatus
 from serve_app.gateway.clocks import RemoteClocks
-from serve_app.gateway.engine_wire import (
-    NUM_TOKENS_HEADER,
-    PROGRESS,
-    STATUS_HEADER,
-    order_key_line,
-    put_tokens_before,
-)
+from serve_app.gateway.engine_wire import PROGRESS, STATUS_HEADER, write_generation
 from serve_app.gateway.exchange import Attempt
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.faults import EndpointError, Fault
@@ -103,11 +98,6 @@ class ServeBackend:
         self._clocks = RemoteClocks()
         self._forwarder = _EngineForwarder(f"a replica of pool {self.name!r}", pool.deadlines)
 
-    @property
-    def _live(self) -> tuple[RunningReplica, ...]:
-        router = ROUTERS.get((self._app_name, self.name))
-        return () if router is None else router.live
-
     def refresh(self, table: ReplicaTable, now_s: float) -> None:
         """Take over what Serve's router was told since the last time."""
         router = ROUTERS.get((self._app_name, self.name))
@@ -153,7 +143,7 @@ class ServeBackend:
                 for key, value in (replica.routing_stats or {}).items()
                 if key.endswith(_HOST_SUFFIXES) and key != "kv_used_fraction"
             }
-            for replica in self._live
+            for replica in getattr(ROUTERS.get((self._app_name, self.name)), "live", ())
         }
 
     def by_our_clock(self, replica_id: str, status: EngineStatus, now_s: float) -> EngineStatus:
@@ -173,19 +163,13 @@ class ServeBackend:
             logger.warning("replica %s took no batch limit: %s", replica_id, type(error).__name__)
 
     async def answer(self, replica_id: str, attempt: Attempt) -> None:
-        """Have one replica answer a request; being cancelled cancels it there.
-
-        Raises:
-            ReplicaFailed: It is gone, full, late or broken, or can never answer the request.
-        """
+        """Have one replica answer a request: see `Backend.answer`."""
         endpoint, request = self._endpoints.get(replica_id), attempt.request
         if endpoint is None:
             raise ReplicaFailed(f"{self._forwarder.which} is gone")
-        headers = b"%bcontent-type: application/octet-stream\r\nx-request-id: %b\r\n%b: %d\r\n" % (
-            endpoint.key, request.request_id.encode(), NUM_TOKENS_HEADER, len(request.token_ids),
-        )  # fmt: skip
-        headers += order_key_line(attempt.order_key)
-        body = put_tokens_before(request.call.body, request.token_ids)
+        assert request.generation is not None
+        headers = endpoint.key + b"content-type: application/octet-stream\r\n"
+        body = write_generation(request.generation, request.request_id, attempt.order_key)
         await self._forwarder.forward(endpoint.origin, headers, body, attempt)
 
     async def stop(self) -> None:
@@ -217,11 +201,5 @@ def status_of(replica: RunningReplica) -> EngineStatus | None:
     stats = replica.routing_stats
     if not stats or "observed_at_s" not in stats:
         return None
-    return EngineStatus(
-        num_waiting=int(stats["num_waiting"]),
-        num_running=int(stats["num_running"]),
-        kv_used_fraction=float(stats["kv_used_fraction"]),
-        observed_at_s=float(stats["observed_at_s"]),
-        accepting=bool(stats.get("accepting", True)),
-        max_batch=stats.get("max_batch"),
-    )
+    names = (field.name for field in fields(EngineStatus))
+    return EngineStatus(**{name: stats[name] for name in names if name in stats})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
@@ -53,11 +53,6 @@ class CallerLimits(FrozenModel):
     tokens_per_minute: _Limit = None
     requests_per_day: _Limit = None
     tokens_per_day: _Limit = None
-
-    @property
-    def are_none(self) -> bool:
-        """Whether nothing is limited."""
-        return self is UNLIMITED or self == UNLIMITED
 
 
 UNLIMITED = CallerLimits()
@@ -125,13 +120,11 @@ def hash_of(key: str) -> str:
 class KeyRing:
     """Keys, found by what a caller gives."""
 
-    def __init__(self, keys: Iterable[ApiKey], without_key: CallerLimits | None = None) -> None:
+    def __init__(self, keys: Sequence[ApiKey], without_key: CallerLimits | None = None) -> None:
         """Hold keys, and what each address may ask for without one; None: nothing."""
         self.by_name = {key.name: key for key in keys}
         self.without_key = without_key
-        self.limits = {
-            name: None if key.limits.are_none else key.limits for name, key in self.by_name.items()
-        }
+        self.limits = {key.name: None if key.limits == UNLIMITED else key.limits for key in keys}
         self.tenants = frozenset(key.tenant for key in self.by_name.values() if key.tenant)
         self._by_hash = {bytes.fromhex(key.sha256): key for key in self.by_name.values()}
 
@@ -154,18 +147,9 @@ class KeyFile(WatchedFile[KeyRing]):
     def __init__(self, path: Path) -> None:
         super().__init__(path, "keys", KeyRing(()), read_keys, _difference)
 
-    @property
-    def ring(self) -> KeyRing:
-        """The keys that count."""
-        return self.value
-
 
 def read_keys(path: Path) -> KeyRing:
-    """Read a file of keys.
-
-    Raises:
-        ValueError: It cannot be read, or is not as `KeysMessage`; the text names it and why.
-    """
+    """Read a file of keys; a ValueError names it and says why it cannot be used."""
     message = read_message(path, KeysMessage, "keys")
     return KeyRing(message.keys, message.without_key)
 

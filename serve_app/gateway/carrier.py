@@ -22,14 +22,11 @@ from serve_app.gateway.carrier_wire import (
     FrameProtocol,
     Hello,
     block_sizes,
-    join_json,
     read_place,
     read_refusal,
-    split_json,
-    to_json,
     write_request,
 )
-from serve_app.gateway.engine_wire import write_status
+from serve_app.gateway.engine_wire import join_json, split_json, to_json, write_status
 from serve_app.gateway.exchange import Downstream, InferenceRequest
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.generation import (
@@ -108,11 +105,7 @@ class _Link(FrameProtocol):
         self._counts.pop(number, None)
 
     async def ask(self, payload: bytes) -> bytes:
-        """Have the decider answer a request of HTTP.
-
-        Raises:
-            DeciderUnavailable: It is gone.
-        """
+        """Have the decider answer a request of HTTP; DeciderUnavailable: it is gone."""
         self._number = number = (self._number + 1) % (1 << 32)
         answer: asyncio.Future[bytes] = self._loop.create_future()
         self._asked[number] = answer
@@ -266,11 +259,7 @@ class Carrier:
     async def serve(
         self, request: InferenceRequest, service_class: SloClass, downstream: Downstream
     ) -> None:
-        """Answer a request; being cancelled cancels it at its replica.
-
-        Raises:
-            Exception: As `Gateway.serve`.
-        """
+        """Answer a request: see `Gateway.serve`."""
         self.in_flight += 1
         try:
             link = self._link
@@ -299,7 +288,7 @@ class Carrier:
         downstream: Downstream,
     ) -> bool:  # fmt: skip
         """Do with a request what the decider says; False: it is away."""
-        payload = write_request(request, service_class.name, request.prompt, self._block_sizes)
+        payload = write_request(request, service_class.name, self._block_sizes)
         number, call = link.open()
         link.send(FrameKind.ASK, number, payload)
         try:
@@ -344,11 +333,7 @@ class Carrier:
         return False
 
     async def _until_known(self, replica_id: str) -> None:
-        """Wait a moment for a replica.
-
-        Raises:
-            ReplicaRefused: It is not known here, which says nothing against it.
-        """
+        """Wait a moment for a replica; where it is not known here, that says nothing against it."""
         now_s = self.alone.refresh()
         replicas, until_s = self.alone.table.replicas, now_s + _UNKNOWN_S
         while replica_id not in replicas:
@@ -370,12 +355,7 @@ class Carrier:
             await asyncio.sleep(_AGAIN_S)
 
     async def _connect(self, path: str) -> None:
-        """Use a decider until it is away.
-
-        Raises:
-            Incompatible: It speaks another version.
-            OSError: It does not answer.
-        """
+        """Use a decider until it is away; Incompatible: it speaks another version."""
         loop, left = asyncio.get_running_loop(), asyncio.Event()
 
         def on_leave() -> None:

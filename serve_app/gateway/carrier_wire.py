@@ -28,14 +28,9 @@ from pydantic.dataclasses import dataclass
 from serve_app.cluster import Cluster
 from serve_app.engines.waiting import read_order_key, write_order_key
 from serve_app.gateway.callers import ANYBODY, Caller
+from serve_app.gateway.engine_wire import join_json, split_json, to_json
 from serve_app.gateway.exchange import Call, InferenceRequest
-from serve_app.gateway.generation import (
-    Draining,
-    Headers,
-    Refused,
-    Unanswerable,
-    Unserved,
-)
+from serve_app.gateway.generation import Draining, Headers, Refused, Unanswerable, Unserved
 from serve_app.gateway.rate_limits import OverLimit
 from serve_app.gateway.replicas import Prompt
 from tokenyard.routing.types import OrderKey
@@ -56,7 +51,6 @@ _CALL = Call(b"", b"", b"", stream=False)
 """In place of what a caller wrote, which stays with the carrier."""
 _SOON_S = 1e-3
 """For what nobody waits for."""
-_encode = json.JSONEncoder(separators=(",", ":")).encode
 _REFUSALS = {kind.__name__: kind for kind in (Refused, Draining, Unanswerable, Unserved)}
 
 
@@ -117,11 +111,7 @@ class Hello:
 
     @staticmethod
     def read(payload: bytes) -> Hello:
-        """Read what `write` wrote; a later release may say more.
-
-        Raises:
-            ValueError: It is something else.
-        """
+        """Read what `write` wrote, of a later release too; a ValueError: it is something else."""
         return _HELLO.validate_json(payload)
 
     def refusal(self, decider: Hello) -> str | None:
@@ -252,11 +242,10 @@ def block_sizes(cluster: Cluster) -> tuple[int, ...]:
     return tuple(sorted({pool.prefix_block_tokens for pool in cluster.pools} - {0}))
 
 
-def write_request(
-    request: InferenceRequest, class_name: str, prompt: Prompt, block_sizes: Sequence[int]
-) -> bytes:
+def write_request(request: InferenceRequest, class_name: str, block_sizes: Sequence[int]) -> bytes:
     """Lay out what a decider has to know of a request, and the names of its prompt's blocks."""
-    blocks, caller = [prompt.blocks(size) for size in block_sizes], request.caller
+    prompt, caller = request.prompt or Prompt(request.token_ids), request.caller
+    blocks = [prompt.blocks(size) for size in block_sizes]
     fields = [
         request.request_id, class_name, len(request.token_ids), request.max_tokens,
         request.for_engines, [len(block) for block in blocks], request.model, request.tenant,
@@ -284,7 +273,7 @@ def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceR
     prompt = Prompt(range(num_tokens), blocks)
     request = InferenceRequest(
         request_id, prompt.token_ids, max_tokens, _CALL, for_engines, prompt, model, tenant, caller,
-        trace.encode("latin-1"),
+        trace=trace.encode("latin-1"),
     )  # fmt: skip
     return request, class_name
 
@@ -335,20 +324,3 @@ def read_refusal(payload: bytes) -> Refused | Unserved:
         headers = [(key.encode(), value.encode()) for key, value in args[2].pop("headers")]
         args[2] = OverLimit(headers=headers, **args[2])
     return _REFUSALS[name](*args)
-
-
-def join_json(head: Any, rest: bytes) -> bytes:
-    """Lay out a JSON value, and bytes after it."""
-    text = to_json(head)
-    return b"".join((len(text).to_bytes(4, "little"), text, rest))
-
-
-def split_json(payload: bytes) -> tuple[Any, bytes]:
-    """Read what `join_json` wrote."""
-    start = 4 + int.from_bytes(payload[:4], "little")
-    return json.loads(payload[4:start]), payload[start:]
-
-
-def to_json(value: Any) -> bytes:
-    """Write a value as JSON without blanks."""
-    return _encode(value).encode()

@@ -26,13 +26,11 @@ from serve_app.gateway.carrier_wire import (
     FrameProtocol,
     Hello,
     block_sizes,
-    join_json,
     read_request,
-    split_json,
     write_place,
     write_refusal,
 )
-from serve_app.gateway.engine_wire import read_status
+from serve_app.gateway.engine_wire import join_json, read_status, split_json
 from serve_app.gateway.exchange import Attempt, Backend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.generation import (
@@ -84,12 +82,7 @@ class CarriedPool:
         return self._pool.max_model_tokens
 
     async def answer(self, replica_id: str, attempt: Attempt) -> None:
-        """Have the carrier of a request ask a replica.
-
-        Raises:
-            ReplicaFailed: It failed, as the carrier says.
-            RequestRejected: It has something against the request.
-        """
+        """Have the carrier of a request ask a replica: see `Backend.answer`."""
         carried = attempt.downstream
         assert isinstance(carried, _Carried)
         await carried.forward_to_carrier(self.name, replica_id, attempt)

@@ -41,11 +41,7 @@ class DecisionLog:
     """
 
     def __init__(self, folder: Path, flush_s: float = 2.0) -> None:
-        """Write to `folder`, at least every `flush_s` seconds.
-
-        Raises:
-            ValueError: It cannot be made.
-        """
+        """Write to `folder`, which a ValueError says cannot be made, at least every `flush_s`."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

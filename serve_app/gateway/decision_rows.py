@@ -83,11 +83,7 @@ REPEATED = [
 
 
 def lay_out(records: Sequence[DecisionRecord]) -> pa.Table:
-    """Make one row of every record; NaN becomes null, and so does what is infinite of a key.
-
-    Raises:
-        pa.ArrowException, AttributeError, TypeError, ValueError: A record is not what it should be.
-    """
+    """Make one row of every record; NaN becomes null, and so does what is infinite of a key."""
     choices = [record.choice for record in records]
     requests = [choice.request for choice in choices]
     columns = [pa.array(np.full(len(records), FORMAT_VERSION), pa.int64())]

@@ -1,6 +1,6 @@
-"""What the gateway and engines of ours tell each other beside OpenAI's bodies and answers.
+"""What the gateway and engines of ours tell each other, beside the answers of OpenAI's API.
 
-- A request's body may begin with the tokens of its prompt, so that it is tokenised once.
+- A request is what the gateway has read of its body, and the tokens of its prompt.
 - The head of an answer tells the state of the engine.
 - An answer that is not streamed is preceded by a space for each token that has come so far: JSON
   may begin with spaces, and the gateway knows of the first token, and of the others now and then.
@@ -10,62 +10,63 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
+from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from serve_app.engines.base import EngineStatus
+from serve_app.engines.base import EngineStatus, Generation
 from serve_app.engines.waiting import write_order_key
 from tokenyard.routing.types import OrderKey
 
-NUM_TOKENS_HEADER = b"x-prompt-tokens"
-"""How many tokens a body begins with."""
-ORDER_KEY_HEADER = b"x-order-key"
-"""Place among the requests that wait, lower first, Unix time, seconds: `write_order_key`."""
 STATUS_HEADER = b"x-engine-status"
 PROGRESS = b" "
-_BYTES_PER_TOKEN = 4
+BYTES_PER_TOKEN = 4
 _TOKENS = np.dtype("<u4")
 _STATUS = tuple(field.name for field in fields(EngineStatus))
+_GENERATION = TypeAdapter(Generation)
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def put_tokens_before(body: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return a body that begins with the tokens of its prompt."""
-    return np.asarray(token_ids, dtype=_TOKENS).tobytes() + body
+def write_generation(generation: Generation, request_id: str, order_key: OrderKey | None) -> bytes:
+    """Lay out what an engine is to generate, and by what key the request waits there."""
+    key = None if order_key is None else write_order_key(order_key)
+    told = asdict(generation) | {"token_ids": ()}
+    tokens = np.asarray(generation.token_ids, dtype=_TOKENS).tobytes()
+    return join_json([told, request_id, key], tokens)
 
 
-def room_for_tokens(num_tokens: int) -> int:
-    """Bytes that so many tokens take before a body."""
-    return num_tokens * _BYTES_PER_TOKEN
-
-
-def split_tokens(content: bytes, num_tokens: int) -> tuple[list[int], bytes]:
-    """Return the tokens that a body begins with, and the rest.
-
-    Raises:
-        ValueError: It is shorter.
-    """
-    end = room_for_tokens(num_tokens)
-    if not 0 < end <= len(content):
-        raise ValueError(f"a body of {len(content)} bytes does not begin with {num_tokens} tokens")
-    ids: list[int] = np.frombuffer(content[:end], dtype=_TOKENS).tolist()
-    return ids, content[end:]
-
-
-def order_key_line(order_key: OrderKey | None) -> bytes:
-    """Write the header with an order key; nothing where there is none."""
-    if order_key is None:
-        return b""
-    return b"%b: %b\r\n" % (ORDER_KEY_HEADER, write_order_key(order_key).encode())
+def read_generation(content: bytes) -> tuple[Generation, str, str | None]:
+    """Read what `write_generation` wrote; a ValueError says that it is something else."""
+    (told, request_id, key), tokens = split_json(content)
+    generation = _GENERATION.validate_python(told)
+    generation.token_ids = np.frombuffer(tokens, dtype=_TOKENS).tolist()
+    return generation, request_id, key
 
 
 def write_status(status: EngineStatus) -> bytes:
     """Lay the state of an engine out as a header's value."""
-    return _encode({name: getattr(status, name) for name in _STATUS}).encode()
+    return to_json({name: getattr(status, name) for name in _STATUS})
 
 
 def read_status(value: bytes) -> EngineStatus:
     """Read what `write_status` wrote."""
     return EngineStatus(**json.loads(value))
+
+
+def join_json(head: Any, rest: bytes) -> bytes:
+    """Lay out a JSON value, and bytes after it."""
+    text = to_json(head)
+    return b"".join((len(text).to_bytes(4, "little"), text, rest))
+
+
+def split_json(payload: bytes) -> tuple[Any, bytes]:
+    """Read what `join_json` wrote."""
+    start = 4 + int.from_bytes(payload[:4], "little")
+    return json.loads(payload[4:start]), payload[start:]
+
+
+def to_json(value: Any) -> bytes:
+    """Write a value as JSON without blanks."""
+    return _encode(value).encode()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from serve_app.engines.base import EngineStatus, FinishReason
+from serve_app.engines.base import EngineStatus, FinishReason, Generation
 from serve_app.gateway.callers import ANYBODY, Caller
 from serve_app.gateway.generation import Headers
 from serve_app.gateway.replicas import Prompt, ReplicaTable
@@ -52,8 +52,8 @@ class InferenceRequest:
     """Longest answer; 0: it does not say, or there are no tokens in answers to it."""
     call: Call
     for_engines: bool = False
-    """Whether engines of ours understand it; `token_ids` are then what they are given."""
-    hashed: Prompt | None = None
+    """Whether engines of ours understand it."""
+    prompt: Prompt | None = None
     """The prompt, where more is known of it than `token_ids`."""
     model: str | None = None
     """Name of the model that is asked for; None: the cluster's."""
@@ -61,6 +61,8 @@ class InferenceRequest:
     """Who is to be served; empty: nobody whom the cluster file names."""
     caller: Caller = ANYBODY
     """Who asks."""
+    generation: Generation | None = None
+    """What engines of ours are given, where they understand it and this process asks them."""
     trace: bytes = b""
     """Header lines by which the caller names its trace; empty: it does not, or nobody traces."""
     span: RequestSpan | None = None
@@ -71,11 +73,6 @@ class InferenceRequest:
     """Is told which replica answers, and the answer's id; None: nobody wants to know."""
     learn: Callable[[int], None] | None = None
     """Is told how many tokens the prompt had; None: that was known."""
-
-    @property
-    def prompt(self) -> Prompt:
-        """The prompt, with the names of its blocks where they were asked for."""
-        return Prompt(self.token_ids) if self.hashed is None else self.hashed
 
     def span_attributes(self, model: str, class_name: str) -> dict[str, str | int]:
         """What its span says of it: the model that answers, its class and its size."""
@@ -111,9 +108,7 @@ class Downstream(Protocol):
     def write_now(self, data: bytes, chunk: bytes | None = None) -> bool:
         """Send some of a body that has begun; False: nothing was sent, since that may wait.
 
-        Args:
-            data: What is sent.
-            chunk: The same as a chunk of HTTP/1.1, where it is there.
+        `chunk` is the same data as a chunk of HTTP/1.1, where it came as one.
         """
 
 
@@ -132,12 +127,9 @@ class Attempt(Protocol):
     def take(
         self, num_tokens: int, finish_reason: FinishReason | None = None, is_whole: bool = False
     ) -> None:
-        """Note what has come.
+        """Note how many tokens of the answer have come so far; the reason is set once, at the end.
 
-        Args:
-            num_tokens: Tokens of the answer so far.
-            finish_reason: Set once, at the end.
-            is_whole: Whether all came at once, so that nobody knows when the first token was there.
+        `is_whole`: all came at once, so that nobody knows when the first token was there.
         """
 
     def publish(self, status: EngineStatus) -> None:

@@ -103,11 +103,8 @@ class ExternalBackend:
     ) -> None:  # fmt: skip
         """Name the endpoints; nothing is asked before `start`.
 
-        Args:
-            pool: Their settings.
-            served_model: Name by which callers know what the pool calls `model`, unless it says.
-            metrics: Counts scrapes that fail.
-            owners: Names of pools by the URLs that they have, shared by all pools.
+        Callers know what the pool calls `model` as `served_model`, unless the pool says. `owners`
+        are names of pools by the URLs that they have, shared by all pools.
         """
         self.name, self.settings = pool.name, pool
         self._renames = pool.model != (pool.served_model or served_model)
@@ -295,12 +292,7 @@ class ExternalBackend:
         return status
 
     async def answer(self, replica_id: str, attempt: Attempt) -> None:
-        """Have one endpoint answer; being cancelled closes its connection.
-
-        Raises:
-            ReplicaFailed: It does not answer, not in time, or not as it should.
-            RequestRejected: It has something against the request.
-        """
+        """Have one endpoint answer: see `Backend.answer`."""
         endpoint = self._endpoints.get(replica_id)
         if endpoint is None:
             raise ReplicaFailed(f"{self._forwarder.which} is gone")
@@ -337,11 +329,7 @@ class ExternalBackend:
 
 
 def _key_line(pool: ExternalPool) -> bytes:
-    """The header's line with the token of a pool's endpoints; nothing where it has none.
-
-    Raises:
-        ValueError: It is no token. The text does not show it.
-    """
+    """The header's line with the token of a pool's endpoints; nothing where it has none."""
     key = os.environ.get(pool.api_key_env) if pool.api_key_env else None
     key = (key or "").strip()  # Files of secrets end with an end of line.
     if not key:

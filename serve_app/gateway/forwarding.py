@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 from serve_app.cluster import Deadlines
 from serve_app.engines.base import EngineStatus
@@ -26,10 +26,10 @@ from serve_app.gateway.generation import (
     RequestRejected,
 )
 from serve_app.gateway.sse import (
+    PEEK_BYTES,
     ErrorEvent,
     EventPeek,
     id_in,
-    last_part,
     peek_whole,
     prompt_tokens_of,
 )
@@ -56,11 +56,6 @@ _HANDED_BACK = frozenset(
 _HANDED_BACK_PREFIXES = (b"openai-", b"x-ratelimit-")
 
 
-@dataclass(frozen=True, slots=True)
-class _Id:
-    unique_id: str
-
-
 class EndpointAsRayReplica:
     """An endpoint in the shape that Ray's router asks for."""
 
@@ -69,7 +64,7 @@ class EndpointAsRayReplica:
     multiplexed_model_ids: frozenset[str] = frozenset()
 
     def __init__(self, replica_id: str, origin: Origin, max_ongoing: int, key: bytes = b"") -> None:
-        self.replica_id = _Id(replica_id)
+        self.replica_id = SimpleNamespace(unique_id=replica_id)
         self.origin, self.key = origin, key
         self.max_ongoing_requests = max_ongoing
         self.status = EngineStatus(0, 0, 0.0, 0.0)
@@ -90,11 +85,9 @@ class Forwarder:
     ) -> None:
         """Take the settings of a pool.
 
-        Args:
-            which: An endpoint, as callers may know it: the text does not say where it is.
-            deadlines: Of each request.
-            prefill_token_s: Time that the first token has in addition for each token of the prompt.
-            at_once: Whether a stream is handed on from its head on, rather than its first token.
+        `which` is an endpoint as callers may know it, and does not say where it is. The first token
+        has `prefill_token_s` in addition for each token of the prompt. `at_once`: a stream is
+        handed on from its head on, rather than its first token.
         """
         self.which = which
         self.client = UpstreamClient(deadlines.connect_s)
@@ -102,13 +95,9 @@ class Forwarder:
         self._at_once = at_once
 
     async def forward(self, origin: Origin, headers: bytes, body: bytes, attempt: Attempt) -> None:
-        """Have one endpoint answer; being cancelled closes its connection.
+        """Have one endpoint answer: see `Backend.answer`.
 
         `headers` are the lines of the request's head, each with its end, without the body's length.
-
-        Raises:
-            ReplicaFailed: It does not answer, not in time, or not as it should.
-            RequestRejected: It has something against the request.
         """
         call = attempt.request.call
         head = origin.head(call.method, call.path, headers, len(body))
@@ -181,7 +170,7 @@ class Forwarder:
         # Events that are encoded come one by one, and nobody here can read them.
         most_held = 0 if _sends_events(connection, attempt.request.call) else _MAX_HELD_BYTES
         while piece := await connection.read():
-            tail = last_part(tail, piece)
+            tail = (tail + piece)[-PEEK_BYTES:]
             if downstream.begun:
                 await downstream.write(piece)
             else:

@@ -20,20 +20,14 @@ from serve_app.gateway.callers import ANYBODY
 from serve_app.gateway.clocks import steady_unix_s
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.exchange import Backend, Downstream, InferenceRequest
-from serve_app.gateway.generation import (
-    Draining,
-    Refused,
-    RequestRejected,
-    Unanswerable,
-    Unserved,
-)
+from serve_app.gateway.generation import Draining, Refused, RequestRejected, Unanswerable, Unserved
 from serve_app.gateway.history import History
 from serve_app.gateway.holding import Holding
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.outliers import OutlierDetector
 from serve_app.gateway.placement import Placement
 from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
-from serve_app.gateway.replicas import ReplicaTable
+from serve_app.gateway.replicas import Prompt, ReplicaTable
 from serve_app.gateway.tracing import Tracing
 from serve_app.models import ModelCatalog, ServedModel
 from serve_app.policy.manager import PolicyManager
@@ -145,12 +139,7 @@ class Gateway:
     def _open(
         self, request: InferenceRequest, service_class: SloClass, downstream: Downstream
     ) -> Answer:
-        """Let a request in, and begin its answer.
-
-        Raises:
-            Draining: The gateway is about to end.
-            Refused: Too much is in flight, or its caller has asked for too much.
-        """
+        """Let a request in, and begin its answer; errors are those of `serve`."""
         if self.draining:
             self.metrics.refused.labels("draining").inc()
             raise Draining("the gateway is about to end; ask another")
@@ -169,7 +158,8 @@ class Gateway:
         if request.caller is not ANYBODY:
             grant = self._grant(request, downstream, most_tokens)
         answer = Answer(
-            request, service_class, downstream, request.prompt, self.clock_s(),
+            request, service_class, downstream, request.prompt or Prompt(request.token_ids),
+            self.clock_s(),
             asyncio.timeout(self.cluster.limits.timeout_s), model, grant,
             self.cluster.tenant_share(request.tenant),
             int(min(len(request.token_ids) + request.max_tokens, most_tokens)),
@@ -183,13 +173,10 @@ class Gateway:
         return answer
 
     async def drain(self, within_s: float | None = None) -> int:
-        """Let nothing more in; return once all is answered, or the time for it is over.
+        """Let nothing more in, wait until all is answered, and return how many were cut off.
 
-        That is `limits.drain_s`, if none is given. What is not answered by then ends with an error:
-        of a stream, with an event that says so.
-
-        Returns:
-            How many requests were cut off.
+        Those are what is not answered within `limits.drain_s`, or the time that is given: each ends
+        with an error, and a stream with an event that says so.
         """
         self.draining = True
         await self._answered(self.cluster.limits.drain_s if within_s is None else within_s)

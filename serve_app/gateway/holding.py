@@ -63,11 +63,8 @@ class Holding:
     async def place(self, answer: Answer, max_wait_s: float | None = None) -> Pick:
         """Wait until a replica has room, and return it, with a place that is reserved.
 
-        Being cancelled gives the place up. `max_wait_s` replaces the queue's.
-
-        Raises:
-            QueueFull: As many wait as may.
-            WaitedTooLong: There was no room in time.
+        Being cancelled gives the place up. `max_wait_s` replaces the queue's. QueueFull: as many
+        wait as may. WaitedTooLong: there was no room in time.
         """
         if len(self._line) >= self._settings.max_requests:
             raise QueueFull(f"{len(self._line)} requests wait at the gateway already")

@@ -34,11 +34,7 @@ def spans(text: str) -> list[tuple[str, Any, int, int]]:
 
 
 def replace_field(body: bytes, name: str, value: str | int) -> bytes:
-    """Return an object with another value of one field; the rest of it stays byte by byte.
-
-    Raises:
-        ValueError: It is not a JSON object in UTF-8.
-    """
+    """Return an object with another value of one field; the rest of it stays byte by byte."""
     text, new = body.decode(), json.dumps(value)
     pieces, done = [], 0
     for field, _, start, end in spans(text):
@@ -49,11 +45,7 @@ def replace_field(body: bytes, name: str, value: str | int) -> bytes:
 
 
 def set_field(body: bytes, name: str, value: str | int) -> bytes:
-    """Return an object with a value of one field, put first where the field is not there.
-
-    Raises:
-        ValueError: It is not a JSON object in UTF-8.
-    """
+    """Return an object with a value of one field, put first where the field is not there."""
     text = body.decode()
     fields = spans(text)
     if any(field == name for field, *_ in fields):

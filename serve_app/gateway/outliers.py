@@ -104,11 +104,7 @@ class OutlierDetector:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take up what was saved, as if no time had passed.
-
-        Raises:
-            ValueError: It is no such thing.
-        """
+        """Take up what was saved, as if no time had passed; a ValueError: it is no such thing."""
         now_s, most_s = self.clock_s(), self._settings.max_s
         records = {}
         for replica_id, (level, ejected_s, until_s, num_begun) in saved.items():

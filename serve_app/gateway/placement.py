@@ -93,10 +93,8 @@ class Placement:
     def pick(self, answer: Answer, by_ray: str | None = None, started_ns: int = 0) -> Pick | None:
         """Choose a replica and reserve a place in it; None: there is none left.
 
-        Args:
-            answer: To the request that is placed.
-            by_ray: Replica that `ask_ray` has chosen; None: the policy chooses.
-            started_ns: When Ray was asked, by `time.perf_counter_ns`.
+        `by_ray` is the replica that `ask_ray` has chosen, asked at `started_ns` of
+        `time.perf_counter_ns`; None: the policy chooses.
 
         Raises:
             ReplicaFull: All that are left have as many requests in flight as they may.
@@ -138,9 +136,7 @@ class Placement:
     def give_key(self, answer: Answer, expected_wait_s: Callable[[], float]) -> None:
         """Ask the policy for the key of a request that has to wait, where it has none yet.
 
-        Args:
-            answer: To the request.
-            expected_wait_s: For how long it will wait, seconds; only called where it gets a key.
+        `expected_wait_s` returns for how long it will wait; it is only called where it gets a key.
         """
         picker, now_s = self._picker, self._clock_s()
         runner = picker.deciding(picker.arm_of(answer.request.request_id))

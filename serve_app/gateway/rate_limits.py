@@ -87,11 +87,6 @@ class Bucket:
         """Whole units that are there."""
         return max(self.level // _MINUTE_NS, 0)
 
-    @property
-    def full_in_ns(self) -> int:
-        """Time until the bucket is full."""
-        return self.wait_ns(self.per_minute)
-
     def change(self, per_minute: int) -> None:
         """Hold another number from now on, of which the same are used."""
         self.per_minute = per_minute
@@ -174,8 +169,9 @@ class Meter:
     def headers(self) -> Headers:
         """Lay out the limit, what remains of it, and when it is whole again, as OpenAI does."""
         if self._bucket is not None:
-            bucket = self._bucket
-            shown = (bucket.per_minute, bucket.remaining, _duration(bucket.full_in_ns))
+            per_minute = self._bucket.per_minute
+            reset = _duration(self._bucket.wait_ns(per_minute))
+            shown = (per_minute, self._bucket.remaining, reset)
         elif self._per_day is not None:
             remaining = max(self._per_day - self._used, 0)
             shown = (self._per_day, remaining, _duration(self._now.left_of_day_s * 10**9))
@@ -258,16 +254,12 @@ class Grant:
         self.settle(0)
 
 
-def _no_limits(caller: Caller) -> CallerLimits | None:
-    return None
-
-
 class RateLimits:
     """Counts what all callers use."""
 
     def __init__(
         self,
-        limits_of: Callable[[Caller], CallerLimits | None] = _no_limits,
+        limits_of: Callable[[Caller], CallerLimits | None] = lambda _: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         clock_s: Callable[[], float] = time.time,
     ) -> None:
@@ -308,16 +300,15 @@ class RateLimits:
             account.requests.advance(now)
             account.tokens.advance(now)
         # Of keys that have not asked since the restart: their buckets are full a minute after.
-        kept = {key: _without_level(saved) for key, saved in self._restored.items()}
+        kept = {
+            key: {what: [None, *value[1:]] for what, value in saved.items()}
+            for key, saved in self._restored.items()
+        }
         used = {key: account.saved() for key, account in self._by_key.items()}
         return {"saved_s": self._clock_s(), "keys": kept | used}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from there.
-
-        Raises:
-            ValueError: It cannot be used.
-        """
+        """Go on from there."""
         self._restored, self._restored_s = dict(saved["keys"]), float(saved["saved_s"])
 
     def _account(self, caller: Caller, limits: CallerLimits, now: Now) -> Account:
@@ -345,10 +336,6 @@ class RateLimits:
         account = Account(limits, now._replace(ns=now.ns - passed_ns))
         account.restore(self._restored.pop(key))
         return account
-
-
-def _without_level(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {what: [None, *value[1:]] for what, value in saved.items()}
 
 
 def _network_of(address: str) -> str:

@@ -410,9 +410,6 @@ class ReplicaTable:
                 [float(replica.prompt_blocks(prompt, block_tokens)) for replica in replicas]
             )
 
-        return SnapshotTable(self._candidates(rows), live, count_blocks)
-
-    def _candidates(self, rows: IntArray) -> Candidates:
         key = rows.tobytes()
         candidates = self._sets.get(key)
         if candidates is None:
@@ -425,7 +422,7 @@ class ReplicaTable:
                 np.ascontiguousarray(self.state[rows, : columns.NUM_FIXED]),
             )
             self._sets[key] = candidates
-        return candidates
+        return SnapshotTable(candidates, live, count_blocks)
 
     def _tell_profile(self, replica: ReplicaState) -> None:
         if self._at[replica.row] is not replica:

@@ -6,17 +6,7 @@ dictionary beside the class would be another one in the router than for everybod
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
-
-class LiveReplicas(Protocol):
-    """A router, as far as others look at it."""
-
-    live: tuple[Any, ...]
-    """Replicas that Serve knows of."""
-    version: int
-    """Grows with every change of `live` or of what its replicas publish."""
-
-
-ROUTERS: dict[tuple[str, str], LiveReplicas] = {}
-"""By application and deployment."""
+ROUTERS: dict[tuple[str, str], Any] = {}
+"""`serve_app.router.ChosenReplicaRouter` by application and deployment."""

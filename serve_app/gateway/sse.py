@@ -101,11 +101,7 @@ class EventPeek:
         return self._is_done or (self.finish_reason is not None and all(self._choices.values()))
 
     def feed(self, data: bytes) -> bytes:
-        """Take what came; return the lines of it that are whole.
-
-        Raises:
-            ErrorEvent: An event says that the server failed.
-        """
+        """Take what came; return the lines of it that are whole. An error event is raised."""
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if not end:
             self._tail += data
@@ -287,8 +283,3 @@ def prompt_tokens_of(usage: Mapping[str, Any]) -> int:
     if type(count := usage.get("prompt_tokens")) is int:
         return count
     return sum([count for name in _INPUTS if type(count := usage.get(name)) is int])
-
-
-def last_part(tail: bytes, piece: bytes) -> bytes:
-    """Return as much of the end of an answer as `peek_whole` needs."""
-    return (tail + piece)[-PEEK_BYTES:]

@@ -69,17 +69,6 @@ class RequestSpan:
         if finish_reason is not None:
             self._span.set_attribute("gen_ai.response.finish_reasons", [finish_reason])
 
-    def fail(self, error: BaseException) -> None:
-        """Note why there is no answer, or not all of it."""
-        from opentelemetry.trace import Status, StatusCode
-
-        self._span.set_attribute("error.type", type(error).__name__)
-        self._span.set_status(Status(StatusCode.ERROR, str(error)[:200] or None))
-
-    def end(self) -> None:
-        """End now."""
-        self._span.end()
-
 
 class Tracing:
     """Makes spans of requests."""
@@ -106,26 +95,21 @@ class Tracing:
 
         `trace` has the header lines by which the caller names its trace; empty: it does not.
         """
-        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         parent = self._propagator.extract(_fields_of(trace))
         begun = self._tracer.start_span("request", parent, SpanKind.SERVER, attributes)
         span = RequestSpan(begun)
+        named: dict[str, str] = {}
+        self._propagator.inject(named, set_span_in_context(begun))
         try:
-            yield span, self._line_of(begun)
+            yield span, b"traceparent: %b\r\n" % named["traceparent"].encode()
         except BaseException as error:
-            span.fail(error)
+            begun.set_attribute("error.type", type(error).__name__)
+            begun.set_status(Status(StatusCode.ERROR, str(error)[:200] or None))
             raise
         finally:
-            span.end()
-
-    def _line_of(self, span: Span) -> bytes:
-        """The header's line that names a span."""
-        from opentelemetry.trace import set_span_in_context
-
-        named: dict[str, str] = {}
-        self._propagator.inject(named, set_span_in_context(span))
-        return b"traceparent: %b\r\n" % named["traceparent"].encode()
+            begun.end()
 
     def close(self) -> None:
         """Flush pending spans; may take seconds."""
@@ -133,11 +117,7 @@ class Tracing:
 
 
 def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
-    """Make what the environment asks for; None: it asks for nothing.
-
-    Raises:
-        ValueError: It names an exporter that is not installed.
-    """
+    """Make what the environment asks for; None: it asks for nothing."""
     is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
     has_endpoint = any(environment.get(name) for name in _ENDPOINTS)
     name = environment.get("OTEL_TRACES_EXPORTER") or ("otlp" if has_endpoint else "none")

@@ -163,11 +163,7 @@ class Connection(asyncio.Protocol):
         return True
 
     async def wait_for_head(self) -> None:
-        """Wait until `status` and `headers` are there.
-
-        Raises:
-            Exception: What `fail` was told; UpstreamError: the connection broke.
-        """
+        """Wait until `status` and `headers` are there; raises what `fail` was told."""
         while not self._head_done:
             if self._error is not None:
                 raise self._error
@@ -176,12 +172,9 @@ class Connection(asyncio.Protocol):
     async def read(self, take: Take | None = None) -> bytes:
         """Return all that has come of the body since the last time; empty: that was all.
 
-        Args:
-            take: Is given what comes while this waits, as it comes. The first piece that it does
-                not take, where it returns False, is what is returned.
-
-        Raises:
-            Exception: As `wait_for_head`, once all that came before is read.
+        `take` is given what comes while this waits, as it comes. The first piece that it does not
+        take, where it returns False, is what is returned. Errors are raised once all that came is
+        read.
         """
         self._take = take
         while not self._pieces:
@@ -372,11 +365,7 @@ class UpstreamClient:
                 kept = None
 
     async def get(self, origin: Origin, head: bytes, max_bytes: int) -> tuple[int, bytes]:
-        """Return status and body of a whole answer.
-
-        Raises:
-            UpstreamError: As `send`, or the body is longer than `max_bytes`.
-        """
+        """Return status and body, of at most `max_bytes`, of a whole answer; errors as `send`."""
         connection = await self.send(origin, head)
         try:
             body = bytearray()

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 
 from serve_app.allocation.allocator import Allocator, By, Change, Outcome
 from serve_app.allocation.plans import PlanOrigin, find_plan, format_plan
+from serve_app.allocation.transition import gpus_held
 from serve_app.cluster import PlanMessage
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import Problem
@@ -28,10 +29,6 @@ Changing = Callable[[], AbstractAsyncContextManager[None]]
 LoadPolicy = Callable[[str], tuple[AllocationPolicy, PlanOrigin]]
 """Makes an allocation policy by name, and says where it comes from; ValueError where there is
 none of that name."""
-
-
-def _note_nothing(what: str, of: str, why: str) -> None:
-    return
 
 
 class PlanCard(BaseModel):
@@ -128,7 +125,7 @@ def make_router(
     allocator: Allocator,
     access: Access,
     load_policy: LoadPolicy,
-    note: Note = _note_nothing,
+    note: Note = lambda *_: None,
     changing: Changing = nullcontext,
 ) -> APIRouter:
     """Lay `/v1/allocation` over an allocator; `note` records changes, `changing` surrounds them."""
@@ -183,7 +180,7 @@ def describe(allocator: Allocator) -> AllocationAnswer:
         may_switch=allocator.may_switch,
         switches_left=allocator.limits.switches_left,
         gpu_budget=allocator.budget,
-        gpus_held=allocator.gpus_held,
+        gpus_held=gpus_held(allocator.held),
         slot_s=allocator.slot_s,
         demand_per_s=list(allocator.demand_per_s)[-_SHOWN_SLOTS:],
         fallbacks=dict(allocator.fallbacks),

@@ -6,8 +6,8 @@ import json
 import time
 from typing import Any
 
+from serve_app.engines.base import Generation
 from serve_app.engines.texts import TextChunk
-from serve_app.http.generation_reader import Generation
 from serve_app.http.openai_schema import (
     AssistantMessage,
     ChatAnswer,
@@ -33,13 +33,11 @@ class AnswerWriter:
     """Lays the answer to one body out as its caller asked for it."""
 
     def __init__(self, generation: Generation, request_id: str) -> None:
-        body = generation.body
-        options = body.stream_options
-        self._include_usage = options is not None and options.include_usage
-        self._continuous = options is not None and options.continuous_usage_stats
+        self._include_usage = generation.include_usage
+        self._continuous = generation.continuous_usage
         self._prompt_tokens = len(generation.token_ids)
-        self._head = {"id": request_id, "created": int(time.time()), "model": body.model}
-        self.streams, self._texts = bool(body.stream), list[str]()
+        self._head = {"id": request_id, "created": int(time.time()), "model": generation.model}
+        self.streams, self._texts = generation.stream, list[str]()
         self._is_chat = generation.is_chat
         if self.streams:
             kind = "chat.completion.chunk" if self._is_chat else "text_completion"

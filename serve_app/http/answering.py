@@ -11,13 +11,7 @@ from starlette.types import Receive, Send
 from serve_app.cluster import SloClass
 from serve_app.gateway.carrier import RequestServer
 from serve_app.gateway.exchange import InferenceRequest
-from serve_app.gateway.generation import (
-    Headers,
-    Refused,
-    RequestRejected,
-    Unanswerable,
-    Unserved,
-)
+from serve_app.gateway.generation import Headers, Refused, RequestRejected, Unanswerable, Unserved
 from serve_app.gateway.sse import error_in
 from serve_app.http.answer_writer import EVENT_HEADERS
 from serve_app.http.connection import CallerConnection
@@ -68,11 +62,7 @@ class AsgiDownstream:
             await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 
     async def begin(self, status: int, headers: Headers) -> None:
-        """Send the head, unless comments had to have one.
-
-        Raises:
-            Unserved: They had, and it says something else.
-        """
+        """Send the head, unless comments had to have one: then it must be that of a stream, too."""
         self.begun = True
         if self.comments is not None:
             self.be_silent()

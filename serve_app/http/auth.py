@@ -70,11 +70,7 @@ class Access:
         self._has_keys = bool(tokens) or keys is not None
 
     def open(self) -> None:
-        """Read the file of keys, if there is one.
-
-        Raises:
-            ValueError: It cannot be used.
-        """
+        """Read the file of keys, if there is one; a ValueError says that it cannot be used."""
         if self.keys is not None:
             self.keys.open()
 
@@ -84,11 +80,7 @@ class Access:
         return frozenset().union(*(ring.tenants for ring in self._rings()))
 
     def limits_of(self, caller: Caller) -> CallerLimits | None:
-        """Return what a caller may ask for; None: as much as there is.
-
-        Raises:
-            LookupError: There is no such key any more, or not yet.
-        """
+        """Return what a caller may ask for; None: all; a LookupError: there is no such key."""
         for ring in self._rings():
             if not caller.key and ring.without_key is not None:
                 return ring.without_key
@@ -97,19 +89,11 @@ class Access:
         raise LookupError(f"key {caller.key!r} is not known")
 
     async def is_authorized(self, request: HTTPConnection) -> None:
-        """Let a caller look.
-
-        Raises:
-            Denied: The key is missing or wrong.
-        """
+        """Let a caller look, or raise Denied."""
         self.check_use(request)
 
     def check_use(self, request: HTTPConnection, generates: bool = False) -> Caller:
-        """Let a caller look, or ask models (`generates`); return who it is.
-
-        Raises:
-            Denied: The key is missing, wrong or not for that.
-        """
+        """Let a caller look, or ask models (`generates`), and return who it is, or raise Denied."""
         if not self._has_keys:
             return ANYBODY
         key = self._key_of(request)
@@ -124,26 +108,20 @@ class Access:
         )
         for ring in self._rings():
             if ring.without_key is not None and not is_wrong:
-                is_free = ring.without_key.are_none
+                is_free = ring.without_key == UNLIMITED
                 return ANYBODY if is_free else Caller(address=_address_of(request))
         raise Denied("give the server's token as `Authorization: Bearer ...`", 401)
 
     async def may_see_all(self, request: HTTPConnection) -> None:
-        """Let a caller look at what all tenants do: nobody with a tenant's key may.
-
-        Raises:
-            Denied: The key is missing or wrong, or a tenant's.
-        """
+        """Let a caller look at what all tenants do, or raise Denied: a tenant's key may not."""
         caller = self.check_use(request)
         if self.keys is not None and caller.key != TOKEN and not self.is_admin(request):
             raise Denied("this is of all tenants: give an admin's key, or the server's token", 403)
 
     async def may_change(self, request: HTTPConnection) -> None:
-        """Let a caller change what is served, and note who it is for what happens next.
+        """Let a caller change what is served, or raise Denied; note who it is.
 
-        Raises:
-            Denied: The admin token is missing or wrong, and the caller is not on this machine or
-                that does not count.
+        Without an admin's key it must be on this machine, where that counts.
         """
         ACTOR.set(self._actor_of(request))
 
@@ -174,7 +152,7 @@ class Access:
         return f"somebody at {address}"
 
     def _rings(self) -> tuple[KeyRing, ...]:
-        return (self._tokens,) if self.keys is None else (self._tokens, self.keys.ring)
+        return (self._tokens,) if self.keys is None else (self._tokens, self.keys.value)
 
     def _key_of(self, request: HTTPConnection) -> ApiKey | None:
         """The key that a caller gives; None: it gives none, or one that is not known."""

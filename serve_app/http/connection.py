@@ -28,24 +28,18 @@ class CallerConnection:
     """
 
     _protocol: Leavable
-    _cycle: RequestResponseCycle
-
-    @property
-    def has_body(self) -> bool:
-        """Whether all of the request's body is there, so that reading it need not wait."""
-        return not self._cycle.more_body
+    cycle: RequestResponseCycle
 
     def on_leave(self, leave: Callable[[], None] | None) -> bool:
         """Have a function called when the caller leaves; None: none any more.
 
-        Returns:
-            False: The caller has left already, and nothing is called.
+        False: the caller has left already, and nothing is called.
         """
-        if self._cycle.disconnected:
+        if self.cycle.disconnected:
             return False
         if leave is not None:
             # Who does not read hears of no end.
-            self._cycle.flow.resume_reading()
+            self.cycle.flow.resume_reading()
         self._protocol.leave = leave
         return True
 
@@ -54,7 +48,7 @@ class CallerConnection:
 
         `chunk` is the same piece with the length before it, where it came as one.
         """
-        cycle = self._cycle
+        cycle = self.cycle
         if not cycle.chunked_encoding or cycle.flow.write_paused or cycle.disconnected:
             return False
         cycle.transport.write(chunk or b"%x\r\n%b\r\n" % (len(data), data))

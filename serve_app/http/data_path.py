@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from serve_app.cluster import Cluster, SloClass
+from serve_app.engines.base import Generation
 from serve_app.engines.tokenizer import EstimatedTokens, EstimatingTokenizer, Tokenizer
 from serve_app.gateway.callers import Caller
 from serve_app.gateway.carrier import RequestServer
@@ -21,7 +22,7 @@ from serve_app.gateway.replicas import Prompt
 from serve_app.gateway.tracing import HEADERS as TRACE
 from serve_app.http.answering import answer
 from serve_app.http.connection import connection_of
-from serve_app.http.generation_reader import Generation, GenerationReader
+from serve_app.http.generation_reader import GenerationReader
 from serve_app.http.image_tokens import Formula, formula_of
 from serve_app.http.intake import OPENAI_PATHS, Intake, Refusal
 from serve_app.http.peek import Peek, peek, peek_form, read_fields
@@ -94,12 +95,7 @@ class DataPath:
     async def _request(
         self, scope: Scope, caller: Caller, body: bytes
     ) -> tuple[InferenceRequest, SloClass]:
-        """Read what is asked for, and in which class.
-
-        Raises:
-            HTTPException: The route does not take the method.
-            BadRequest: The body is not as it must be, or asks for what there is not.
-        """
+        """Read what is asked for, and in which class; BadRequest: it cannot be served."""
         path, method = scope["path"], scope["method"]
         allowed = ("POST",) if path in OPENAI_PATHS else _METHODS
         if method not in allowed:
@@ -137,7 +133,8 @@ class DataPath:
             tenant = headers.get(_TENANT, b"").decode("latin-1")
         request = InferenceRequest(
             name, ids, longest, call, generation is not None, model=model.name,
-            tenant=cluster.tenant_named(tenant), caller=caller, hashed=prompt, learn=learn,
+            tenant=cluster.tenant_named(tenant), caller=caller, prompt=prompt, learn=learn,
+            generation=generation,
             trace=b"" if self._gateway.tracing is None else _lines(scope, TRACE),
         )  # fmt: skip
         if noted is not None and noted[2] == model.name and time.monotonic() - noted[0] < _KEPT_S:
@@ -147,11 +144,7 @@ class DataPath:
         return request, service_class
 
     def _model(self, peeked: Peek, caller: Caller) -> ServedModel:
-        """The model that is asked for.
-
-        Raises:
-            BadRequest: It is not served, or not to this caller.
-        """
+        """The model that is asked for; BadRequest: it is not served, or not to this caller."""
         model = self._catalog.find(peeked.model)
         if model is None:
             assert peeked.model is not None
@@ -168,11 +161,7 @@ class DataPath:
             self._responses.popitem(last=False)
 
     def _class(self, peeked: Peek, headers: Mapping[bytes, bytes]) -> SloClass:
-        """The class of that name, the first where none is named.
-
-        Raises:
-            BadRequest: There is none, or the body sets what is the gateway's to set.
-        """
+        """The class of that name, the first where none is named; BadRequest: there is none."""
         if self._orders and peeked.priority is not None:
             raise BadRequest("priority is set by the gateway here; leave it out", param="priority")
         name = peeked.class_name or headers.get(_CLASS, b"").decode("latin-1")
@@ -207,11 +196,7 @@ class DataPath:
 async def _generation(
     reader: GenerationReader, path: str, peeked: Peek, model: ServedModel
 ) -> Generation | None:
-    """The body as engines of ours take it; None: they do not.
-
-    Raises:
-        BadRequest: They do not, and nobody else may know more.
-    """
+    """The body as engines of ours take it; None: they do not, but endpoints may know more."""
     try:
         return await reader.read(path, peeked.fields)
     except BadRequest:

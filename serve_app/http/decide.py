@@ -41,12 +41,7 @@ class RouteService:
         self._copy: PolicyRunner | None = None
 
     def route(self, message: RouteMessage) -> RouteAnswer:
-        """Decide, log and answer.
-
-        Raises:
-            IncompatibleRequest: The policy decides between another number of replicas, or needs to
-                know more of them.
-        """
+        """Decide, log and answer; errors are those of `PolicyRunner.check_compatible`."""
         decision_id, picker = uuid.uuid4().hex, self._picker
         arm = picker.arm_of(decision_id) if self._decide_only else "champion"
         runner = self._runner(arm)
@@ -75,7 +70,7 @@ class RouteService:
             predicted_total_tokens=request.predicted_total_tokens,
             policy=card.reference,
             decision_us=choice.decision_us,
-            fallback=choice.fallback,
+            fallback=choice.fallback_reason is not None,
             explored=choice.explored,
             **order_fields(choice.order_key),
         )

@@ -1,6 +1,6 @@
-"""The HTTP side of one engine of ours: OpenAI's routes, for the gateway alone.
+"""The HTTP side of one engine of ours, for the gateway alone; it knows no policy and no SLO.
 
-It is told of no policy and no SLO. What it says beside OpenAI's answers stands in
+What it is asked, and what it says beside OpenAI's answers, stands in
 `serve_app.gateway.engine_wire`.
 """
 
@@ -10,6 +10,7 @@ import json
 import math
 import time
 from contextlib import aclosing
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,98 +20,64 @@ from serve_app.cluster import Limits
 from serve_app.engines.base import EngineError, EngineFull, InvalidRequest
 from serve_app.engines.texts import TextChunk, TextEngine
 from serve_app.engines.waiting import read_order_key
-from serve_app.gateway.engine_wire import (
-    NUM_TOKENS_HEADER,
-    ORDER_KEY_HEADER,
-    PROGRESS,
-    STATUS_HEADER,
-    split_tokens,
-    write_status,
-)
-from serve_app.gateway.generation import new_id
+from serve_app.gateway.engine_wire import PROGRESS, STATUS_HEADER, read_generation, write_status
 from serve_app.http.answer_writer import AnswerWriter
 from serve_app.http.auth import Access, Denied
 from serve_app.http.connection import connection_of
 from serve_app.http.disconnect import CancelOnDisconnect
-from serve_app.http.generation_reader import Generation, GenerationReader
 from serve_app.http.intake import IntakeMiddleware, PendingBodies, TooMuch
-from serve_app.http.peek import read_fields
 from serve_app.http.reasons import BadRequest, kind_of, openai_error
-from tokenyard.routing.types import OrderKey
 
 _PROGRESS_EVERY_S = 0.05
 """Time between two signs that an answer which is not streamed grows."""
-_REQUEST_ID = b"x-request-id"
 
 
 def create_engine_api(
-    engine: TextEngine, reader: GenerationReader, limits: Limits, secret: str
+    engine: TextEngine, longest_tokens: int, limits: Limits, secret: str
 ) -> ASGIApp:
-    """Make the application of an engine; `secret` is the bearer token of whoever may ask."""
+    """Make the application of an engine; `secret` is the bearer token of whoever may ask.
+
+    Prompt and answer together are at most `longest_tokens`.
+    """
     bodies = PendingBodies(limits.body_timeout_s, 2 * limits.max_in_flight, limits.max_body_bytes)
-    return IntakeMiddleware(EngineApi(engine, reader), Access(secret), bodies, _refuse)
+    return IntakeMiddleware(EngineApi(engine, longest_tokens), Access(secret), bodies, _refuse)
 
 
 class EngineApi:
     """ASGI application of an engine, whose bodies have been read."""
 
-    def __init__(self, engine: TextEngine, reader: GenerationReader) -> None:
-        self._engine, self._reader = engine, reader
+    def __init__(self, engine: TextEngine, longest_tokens: int) -> None:
+        self._engine, self._longest_tokens = engine, longest_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         try:
-            content = (await receive())["body"]
-            headers = dict(scope["headers"])
-            generation = await self._read(scope["path"], headers, content)
-            name = headers.get(_REQUEST_ID, b"").decode("latin-1") or f"req-{new_id()}"
-            order_key = _order_key(headers)
-            presence = CancelOnDisconnect(receive, connection_of(scope))
-            await self._answer(generation, name, order_key, presence, send)
+            try:
+                generation, name, key = read_generation((await receive())["body"])
+                order_key = None if key is None else read_order_key(key)
+            except (ValueError, TypeError) as error:
+                raise BadRequest(f"the request cannot be read: {error}") from None
+            room = self._longest_tokens - len(generation.token_ids)
+            sampling = generation.sampling
+            if generation.may_be_shorter and room > 0:
+                sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+            answer = _Answer(self._engine, AnswerWriter(generation, name), send)
+            texts = self._engine.generate(
+                name, generation.token_ids, sampling, generation.stops, order_key
+            )
+            with CancelOnDisconnect(receive, connection_of(scope)) as caller:
+                try:
+                    async with aclosing(texts):
+                        async for chunk in texts:
+                            await answer.add(chunk)
+                except EngineError as error:
+                    if not answer.begun:
+                        raise
+                    caller.ignore()
+                    await answer.end_with_error(str(error))
         except (BadRequest, EngineError) as error:
             refusal = await _refuse(Request(scope), error)
             await refusal(scope, receive, send)
-
-    async def _read(self, path: str, headers: dict[bytes, bytes], content: bytes) -> Generation:
-        num_tokens = headers.get(NUM_TOKENS_HEADER)
-        if num_tokens is None:
-            return await self._reader.read(path, read_fields(content))
-        try:
-            token_ids, body = split_tokens(content, int(num_tokens))
-        except ValueError as error:
-            raise BadRequest(str(error)) from None
-        return await self._reader.read(path, read_fields(body), token_ids)
-
-    async def _answer(
-        self,
-        generation: Generation,
-        name: str,
-        order_key: OrderKey | None,
-        presence: CancelOnDisconnect,
-        send: Send,
-    ) -> None:
-        answer = _Answer(self._engine, AnswerWriter(generation, name), send)
-        texts = self._engine.generate(
-            name, generation.token_ids, generation.sampling, generation.body.stops, order_key
-        )
-        with presence as caller:
-            try:
-                async with aclosing(texts):
-                    async for chunk in texts:
-                        await answer.add(chunk)
-            except EngineError as error:
-                if not answer.begun:
-                    raise
-                caller.ignore()
-                await answer.end_with_error(str(error))
-
-
-def _order_key(headers: dict[bytes, bytes]) -> OrderKey | None:
-    value = headers.get(ORDER_KEY_HEADER)
-    try:
-        return None if value is None else read_order_key(value.decode("latin-1"))
-    except ValueError as error:
-        raise BadRequest(f"the order key cannot be read: {error}") from None
 
 
 class _Answer:

@@ -10,11 +10,7 @@ _BELOW_EPHEMERAL = range(20_000, 32_000)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Find a port that nobody listens on, and that the system hands to nobody meanwhile.
-
-    Raises:
-        OSError: All that were tried are taken.
-    """
+    """Find a port that nobody listens on, and that the system hands to nobody meanwhile."""
     for port in random.sample(_BELOW_EPHEMERAL, 100):
         try:
             with socket.create_server((host, port)):

@@ -1,20 +1,15 @@
-"""Bodies of OpenAI's routes as engines of ours take them: checked, and in tokens.
-
-The gateway reads them to know how long prompts are and to refuse what no engine takes, and an
-engine reads them to answer; prompts are tokenised by the first of the two.
-"""
+"""Bodies of OpenAI's routes as engines of ours take them: checked, and in tokens."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
 from serve_app.cluster import Limits
-from serve_app.engines.base import Sampling
+from serve_app.engines.base import Generation, Sampling
 from serve_app.engines.tokenizer import ChatRefused, Tokenizer
 from serve_app.http.openai_schema import ChatBody, CompletionBody, GenerationBody
 from serve_app.http.reasons import BadRequest, reason_of
@@ -22,21 +17,6 @@ from serve_app.http.reasons import BadRequest, reason_of
 _LONG_TEXT = 4_000
 """Characters from which on a prompt is tokenised off the event loop."""
 _LARGEST_SEED = 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """A body that was read."""
-
-    body: GenerationBody
-    token_ids: Sequence[int]
-    """Of the prompt; at least one."""
-    sampling: Sampling
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether it is a conversation."""
-        return isinstance(self.body, ChatBody)
 
 
 class GenerationReader:
@@ -48,14 +28,8 @@ class GenerationReader:
         self._tokenizer, self._served_model = tokenizer, served_model
         self._limits, self._longest_tokens = limits, longest_tokens
 
-    async def read(
-        self, path: str, fields: Mapping[str, Any], token_ids: Sequence[int] | None = None
-    ) -> Generation:
-        """Read a body of an OpenAI route; `token_ids` are None where nobody has tokenised it.
-
-        Raises:
-            BadRequest: Engines of ours do not answer this route, or not this body.
-        """
+    async def read(self, path: str, fields: Mapping[str, Any]) -> Generation:
+        """Read a body of an OpenAI route; BadRequest: engines of ours do not answer it."""
         body: GenerationBody
         try:
             if path == "/v1/completions":
@@ -74,8 +48,12 @@ class GenerationReader:
         if body.model != self._served_model:
             text = f"model {body.model!r} is not served here; {self._served_model!r} is"
             raise BadRequest(text, 404, "model")
-        ids = await self._tokens(body) if token_ids is None else token_ids
-        return Generation(body, ids or [0], self._sampling(body, len(ids)))
+        ids, options = await self._tokens(body), body.stream_options
+        return Generation(
+            ids or [0], self._sampling(body, len(ids)), body.model, isinstance(body, ChatBody),
+            bool(body.stream), body.stops, options is not None and options.include_usage,
+            options is not None and options.continuous_usage_stats, body.wanted_tokens is None,
+        )  # fmt: skip
 
     async def _tokens(self, body: GenerationBody) -> Sequence[int]:
         if isinstance(body, ChatBody):
@@ -89,9 +67,9 @@ class GenerationReader:
         if body.text is not None:
             return await _encode(len(body.text), self._tokenizer.encode, body.text)
         token_ids = [token for token in body.prompt if isinstance(token, int)]
-        size, largest = self._tokenizer.vocab_size, max(token_ids)
-        if size is not None and largest >= size:
-            reason = f"token {largest} is not in the vocabulary of {size}"
+        num_known, largest = self._tokenizer.vocab_size, max(token_ids)
+        if num_known is not None and largest >= num_known:
+            reason = f"token {largest} is not in the vocabulary of {num_known}"
             raise BadRequest(reason, param="prompt")
         return token_ids
 

@@ -85,11 +85,7 @@ class PendingBodies:
         return path in self._paths or (path.startswith(self._prefixes) and "/." not in path)
 
     async def read(self, receive: Receive, max_bytes: int = MAX_BODY_BYTES) -> bytes | None:
-        """Read a body; None: the caller has left.
-
-        Raises:
-            TooMuch: It is too large, late, or the oldest of too many.
-        """
+        """Read a body; None: the caller has left. TooMuch: it is too large, late, or the oldest."""
         if len(self._waiting) >= self._most:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
@@ -162,8 +158,8 @@ class Intake:
             ):
                 return caller, b""
             connection = connection_of(scope)
-            if connection is not None and connection.has_body:
-                body = await _read(receive, max_bytes)  # Nothing is waited for.
+            if connection is not None and not connection.cycle.more_body:
+                body = await _read(receive, max_bytes)  # All of it is there.
             else:
                 body = await self._bodies.read(receive, max_bytes)
             if body and codings:
@@ -219,11 +215,7 @@ class IntakeMiddleware:
 
 
 def _decoded(body: bytes, coding: str, max_bytes: int) -> bytes:
-    """Decode a body, and no more of it than is taken.
-
-    Raises:
-        TooMuch: It is larger, or not encoded so.
-    """
+    """Decode a body, and no more of it than is taken."""
     import pyarrow as pa  # Large, and few callers encode bodies.
 
     try:

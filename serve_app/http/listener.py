@@ -264,11 +264,7 @@ class Listener:
     """A server on the running event loop, from `start` to `stop`."""
 
     def __init__(self, app: ASGIApp, limits: Limits, tls: TlsFiles | None = None) -> None:
-        """Listen nowhere yet.
-
-        Raises:
-            ValueError: The certificate and its key cannot be used.
-        """
+        """Listen nowhere yet; a ValueError says that the certificate cannot be used."""
         limit_log()
         self._certificate = None if tls is None else Certificate(tls)
         self._config = _Config(app, limits, self._certificate)

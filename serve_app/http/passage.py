@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -14,7 +13,7 @@ from serve_app.http.data_path import DataPath, Tokenizers
 from serve_app.http.intake import Intake, IntakeMiddleware, PendingBodies, with_cors
 
 _ANSWERED_ALONE = frozenset(("/health", "/healthz", "/v1/models"))
-"""Routes that a carrier answers while the decider is away."""
+"""Routes that a carrier answers while the decider is away, with those of single models."""
 
 
 def create_carrier_api(carrier: Carrier, tokenizers: Tokenizers, access: Access) -> ASGIApp:
@@ -25,42 +24,31 @@ def create_carrier_api(carrier: Carrier, tokenizers: Tokenizers, access: Access)
     intake = Intake(access, bodies, errors.refuse)
     data_path = DataPath(carrier, tokenizers, intake, errors.refuse)
     alone = create_gateway_api(carrier.alone, tokenizers, access)
-    passage = IntakeMiddleware(_Passage(carrier, alone), access, bodies, errors.refuse)
+
+    async def pass_on(scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand a request whose body has been read on to the decider, from the caller's address."""
+        body = (await receive())["body"]
+        try:
+            answer, content = await carrier.ask(_head(scope), body)
+        except DeciderUnavailable:
+            is_known = scope["path"] in _ANSWERED_ALONE or scope["path"].startswith("/v1/models/")
+            if scope["method"] == "GET" and is_known:
+                return await alone(scope, receive, send)
+            reason = "the process that decides is away, and is about to come back"
+            refusal = JSONResponse({"detail": reason}, 503, {"retry-after": "2"})
+            return await refusal(scope, receive, send)
+        headers = [(name.encode("latin-1"), value.encode("latin-1"))
+                   for name, value in answer["headers"]]  # fmt: skip
+        await send({"type": "http.response.start", "status": answer["status"], "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    passage = IntakeMiddleware(pass_on, access, bodies, errors.refuse)
 
     async def api(scope: Scope, receive: Receive, send: Send) -> None:
         handle = data_path if bodies.are_handed_on(scope["path"]) else passage
         await handle(scope, receive, send)
 
     return with_cors(api, carrier.cluster.gateway.cors)
-
-
-class _Passage:
-    """Hands requests on to the decider, as from the caller's own address."""
-
-    def __init__(self, carrier: Carrier, alone: ASGIApp) -> None:
-        self._carrier, self._alone = carrier, alone
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request, whose body has been read."""
-        body = (await receive())["body"]
-        try:
-            head, content = await self._carrier.ask(_head(scope), body)
-        except DeciderUnavailable:
-            await self._answer_alone(scope, receive, send)
-            return
-        headers = [(name.encode("latin-1"), value.encode("latin-1"))
-                   for name, value in head["headers"]]  # fmt: skip
-        await send({"type": "http.response.start", "status": head["status"], "headers": headers})
-        await send({"type": "http.response.body", "body": content})
-
-    async def _answer_alone(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_known = scope["path"] in _ANSWERED_ALONE or scope["path"].startswith("/v1/models/")
-        if scope["method"] == "GET" and is_known:
-            await self._alone(scope, receive, send)
-            return
-        reason = "the process that decides is away, and is about to come back"
-        answer = JSONResponse({"detail": reason}, 503, {"retry-after": "2"})
-        await answer(Request(scope).scope, receive, send)
 
 
 def _head(scope: Scope) -> dict[str, object]:

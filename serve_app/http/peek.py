@@ -45,11 +45,7 @@ class Peek:
 
 
 def peek_form(body: bytes, content_type: str) -> Peek:
-    """Read what matters of `multipart/form-data`, which files of sound come in.
-
-    Raises:
-        BadRequest: It is none.
-    """
+    """Read what matters of `multipart/form-data`, which files of sound come in."""
     boundary = re.search(
         r'^multipart/form-data;.*boundary="?([^\s";]+)', content_type, re.IGNORECASE
     )
@@ -86,11 +82,7 @@ def peek(fields: dict[str, Any], model_at: tuple[int, int] | None = None) -> Pee
 
 
 def read_fields(body: bytes) -> dict[str, Any]:
-    """Read a body.
-
-    Raises:
-        BadRequest: It is not a JSON object in UTF-8.
-    """
+    """Read a body, which must be a JSON object in UTF-8, or raise BadRequest."""
     try:
         fields = json.loads(body.decode())
     except UnicodeDecodeError:

@@ -14,11 +14,7 @@ class Certificate(WatchedFile[ssl.SSLContext]):
     """A certificate with its key; connections that are made later have the one of then."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Read the files.
-
-        Raises:
-            ValueError: They cannot be used together.
-        """
+        """Read the files; a ValueError says that they cannot be used together."""
         self._files = files
         self.context = _context(files.certificate, files.key)
         """For a server: it hands every handshake on to the certificate of then."""
@@ -39,11 +35,7 @@ class Certificate(WatchedFile[ssl.SSLContext]):
 
 
 def _context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """Make what a server needs.
-
-    Raises:
-        ValueError: The files cannot be read, or are no certificate with its key.
-    """
+    """Make what a server needs; a ValueError says why the files cannot be used."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
     made.set_alpn_protocols(["http/1.1"])

@@ -116,13 +116,9 @@ class ChampionAlias:
     ) -> None:
         """Move the alias to an artifact, and let it decide in the step in which that is known.
 
-        What a thread still writes once nobody waits any more is taken back afterwards.
-
-        Args:
-            artifact: Of the new champion.
-            tags: Written onto its version.
-            begin: Told the aliases before they move; whether the promotion is still wanted.
-            finish: Told them afterwards; lets the policy decide, unless nobody wants that now.
+        What a thread still writes once nobody waits any more is taken back afterwards. `begin` is
+        told the aliases before they move, and says whether the promotion is still wanted. `finish`
+        is told them afterwards, and lets the policy decide, unless nobody wants that now.
 
         Raises:
             PromotionDropped: Nobody wants it any more. The aliases go back to what is wanted.

@@ -165,10 +165,7 @@ class Shadow:
     """
 
     def __init__(
-        self,
-        policy: PolicyRunner,
-        settings: CircuitBreakerSettings,
-        difference: str | None = None,
+        self, policy: PolicyRunner, settings: CircuitBreakerSettings, difference: str | None = None
     ) -> None:
         # One failure is enough: nobody depends on it.
         strict = settings.model_copy(update={"failures_to_open": 1})
@@ -391,11 +388,7 @@ class Experiment:
         return {"test": None if test is None else test.saved(), "shadow": counts}
 
     def restore(self, evidence: Mapping[str, Any]) -> None:
-        """Take up the evidence of an experiment of the same mode and share.
-
-        Raises:
-            ValueError: It is not such evidence.
-        """
+        """Take up the evidence of an experiment of the same mode and share."""
         if self.test is not None:
             self.test.restore(evidence["test"])
         if self.shadow is not None:

@@ -24,13 +24,7 @@ from tokenyard.routing.artifact import (
     rule_for,
 )
 from tokenyard.routing.metadata import LengthPredictor
-from tokenyard.routing.policies import (
-    BASELINES,
-    PolicyContext,
-    draws,
-    is_placement,
-    make_policy,
-)
+from tokenyard.routing.policies import BASELINES, PolicyContext, draws, is_placement, make_policy
 from tokenyard.routing.policies.order import ORDERS, Order, Ordered, is_order, order_of
 from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.scenario import Scenario, load_scenario
@@ -80,10 +74,7 @@ class LoadedPolicy:
 
 
 def resolve_policy(
-    policy: str,
-    scenario_name: str,
-    registry_uri: str | None = None,
-    stand_in: str | None = None,
+    policy: str, scenario_name: str, registry_uri: str | None = None, stand_in: str | None = None
 ) -> LoadedPolicy:
     """Find the policy that a name means.
 
@@ -134,9 +125,6 @@ def _registered_or_shipped(
 
     `may_ship`: what ships is served where the registry cannot be read or, of a candidate, has none;
     the card says why.
-
-    Raises:
-        ArtifactError: It cannot be used.
     """
     registered: RegisteredPolicy | None = None
     error: str | None = None
@@ -270,11 +258,7 @@ def in_order(loaded: LoadedPolicy, order: Term, scenario: Scenario) -> LoadedPol
 
 
 def reloaded(card: PolicyCard, artifact: PolicyArtifact | None, scenario_name: str) -> LoadedPolicy:
-    """Make a policy again from its card and its file; None: it is a rule.
-
-    Raises:
-        ValueError: It cannot be made any more.
-    """
+    """Make a policy again from its card and its file; None: it is a rule."""
     if artifact is None:
         return resolve_policy(card.name, scenario_name)
     scenario, rule = load_scenario(scenario_name), RuleName.parse(card.name)

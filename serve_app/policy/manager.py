@@ -139,12 +139,7 @@ class PolicyManager:
         self._install(runner, "switched to", "asked")
 
     async def switch_by_hand(self, policy: str, explore_fraction: float) -> None:
-        """Let another policy decide, after whatever else is being changed, and remember it.
-
-        Raises:
-            ValueError: It cannot be used.
-            Conflict: The gateway ends.
-        """
+        """Let another policy decide, after whatever else is being changed, and remember it."""
         async with self.store.changing(), self._changing:
             prepared = None
             if policy != RAY_DEFAULT:
@@ -174,8 +169,6 @@ class PolicyManager:
             ValueError: It cannot be used, or nobody decides whom it could be compared to.
         """
         champion, picker = self.policy, self.picker
-        if RAY_DEFAULT in (policy, champion.name):
-            raise ValueError(f"{RAY_DEFAULT} scores nothing that an experiment could compare")
         # A canary explores as the champion does, or its log could judge nobody.
         explore_fraction = champion.explore_fraction if mode == "canary" else 0.0
         prepared = prepared or prepare(policy, self.scenario, self.registry)
@@ -285,8 +278,8 @@ class PolicyManager:
         if action == "shadow" or action == "canary":
             if policy is None:
                 raise ValueError(f"policy is missing: name the one for the {action}")
-            if policy == RAY_DEFAULT:
-                raise ValueError(f"{RAY_DEFAULT} scores nothing that it could be compared on")
+            if RAY_DEFAULT in (policy, self.policy.name):
+                raise ValueError(f"{RAY_DEFAULT} scores nothing that an experiment could compare")
             prepared = await asyncio.to_thread(prepare, policy, self.scenario, self.registry)
             self.store.check_goes_on()
             self.start_experiment(policy, action, share, alpha, prepared)
@@ -410,9 +403,7 @@ class PolicyManager:
 def prepare(
     policy: str, scenario: str, registry: str | None = None, stand_in: str | None = None
 ) -> LoadedPolicy:
-    """Find a policy and let it decide once; takes a while, and may be called in any thread.
-
-    The arguments are those of `resolve_policy`.
+    """Find a policy as `resolve_policy` does, and let it decide once; may be called in any thread.
 
     Raises:
         ValueError: It is not known, cannot be used, or fails its warm-up.
@@ -458,11 +449,7 @@ def _warmed_up(loaded: LoadedPolicy) -> LoadedPolicy:
 
 
 def _restored(state: PolicyState, picker: ReplicaPicker, scenario: str) -> PolicyRunner:
-    """Make a policy again.
-
-    Raises:
-        ValueError: It cannot be made any more.
-    """
+    """Make a policy again."""
     if state.name == RAY_DEFAULT:
         runner = picker.ray_default()
     else:
@@ -483,11 +470,7 @@ def _decides_again(state: PolicyState, champion: PolicyRunner, is_settled: bool)
 def _restored_previous(
     state: GatewayState, champion: PolicyRunner, picker: ReplicaPicker, scenario: str
 ) -> PolicyRunner | None:
-    """Make again what decided before the champion; None: nothing.
-
-    Raises:
-        ValueError: It cannot be made any more.
-    """
+    """Make again what decided before the champion; None: nothing."""
     if not is_same(state.policy.label, champion.label):
         last = _restored(state.policy, picker, scenario)
         # A rule is the same one, whatever release of it the label names.

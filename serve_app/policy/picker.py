@@ -65,17 +65,9 @@ class ReplicaPicker:
         """The last one; it may have ended."""
 
     def runner(
-        self,
-        name: str,
-        loaded: LoadedPolicy,
-        explore_fraction: float = 0.0,
-        decides: bool = True,
+        self, name: str, loaded: LoadedPolicy, explore_fraction: float = 0.0, decides: bool = True
     ) -> PolicyRunner:
-        """Put a policy behind a breaker of its own; one that draws does not explore on top.
-
-        Raises:
-            ValueError: The share to explore is out of range.
-        """
+        """Put a policy behind a breaker of its own; one that draws does not explore on top."""
         explore_fraction = 0.0 if loaded.draws else explore_fraction
         check_exploration(loaded, explore_fraction)
         breaker = CircuitBreaker(self.settings, self._clock_s)

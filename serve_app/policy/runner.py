@@ -80,11 +80,6 @@ class ReplicaChoice:
     mlflow_run: str | None = None
     """Run that trained the policy, where it comes from the registry."""
 
-    @property
-    def fallback(self) -> bool:
-        """Whether the baseline decided in place of the policy."""
-        return self.fallback_reason is not None
-
 
 @dataclass
 class DecisionCounts:
@@ -135,11 +130,7 @@ class CircuitBreaker:
         }
 
     def restore(self, saved: Mapping[str, float]) -> None:
-        """Take up what was saved, as if no time had passed.
-
-        Raises:
-            ValueError: It is no such thing.
-        """
+        """Take up what was saved, as if no time had passed."""
         open_for_s = min(float(saved["open_for_s"]), self._settings.cool_down_s)
         self.num_opened = int(saved["num_opened"])
         self._failures_in_a_row = int(saved["failures_in_a_row"])
@@ -232,12 +223,7 @@ class PolicyRunner:
         return decision
 
     def check_compatible(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
-        """Refuse replicas that the policy is not for.
-
-        Raises:
-            IncompatibleRequest: It decides between another number of replicas, or needs to know
-                more of them.
-        """
+        """Refuse (IncompatibleRequest) replicas that the policy is not for."""
         card = self.loaded.card
         if card.num_replicas not in (None, len(snapshots)):
             raise IncompatibleRequest(

@@ -45,10 +45,6 @@ _ALWAYS = ("limits", "outliers")
 """Parts whose state holds whichever policy the cluster file names."""
 
 
-class StateError(ValueError):
-    """A state file that cannot be used; the text names it and the reason."""
-
-
 class Remembers(Protocol):
     """A part of the gateway whose state is kept with that of its policies."""
 
@@ -69,8 +65,7 @@ _Saved = Annotated[
     dict[str, Any], BeforeValidator(lambda part: part.saved() if hasattr(part, "saved") else part)
 ]
 _Encoded = Annotated[
-    str,
-    BeforeValidator(lambda file: _encoded(file) if isinstance(file, PolicyArtifact) else file),
+    str, BeforeValidator(lambda file: _encoded(file) if isinstance(file, PolicyArtifact) else file)
 ]
 
 
@@ -95,11 +90,7 @@ class LoadedState(_State):
     """None: it is a rule."""
 
     def load(self, scenario: str) -> LoadedPolicy:
-        """Make the policy again.
-
-        Raises:
-            ValueError: It cannot be made any more.
-        """
+        """Make the policy again; a ValueError says that it cannot be made any more."""
         artifact = None
         if self.artifact is not None:
             data = base64.b64decode(self.artifact, validate=True)
@@ -168,11 +159,7 @@ class StateFile:
         """File that this one has put there last; None: it has put none there."""
 
     def read(self) -> GatewayState | None:
-        """Read it; None: there is none.
-
-        Raises:
-            StateError: It cannot be read, or is of another release.
-        """
+        """Read it; None: there is none. A ValueError names it and says why it cannot be used."""
         try:
             with self.path.open("rb") as file:
                 data = file.read(_MAX_STATE_BYTES + 1)
@@ -192,15 +179,10 @@ class StateFile:
             reason = f": {'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
         except (ValueError, RecursionError) as error:
             reason = f" is broken: {str(error)[:200]}"
-        raise StateError(f"state file {self.path}{reason}")
+        raise ValueError(f"state file {self.path}{reason}")
 
     def write(self, state: GatewayState) -> None:
-        """Replace it; once this returns the disk has it.
-
-        Raises:
-            OSError: It cannot be written, or another gateway has since; what was there is still
-                there.
-        """
+        """Replace it, or raise an OSError and change nothing; once this returns the disk has it."""
         if self._written is not None and identity_of(self.path) not in (None, self._written):
             raise OSError(errno.EBUSY, "another gateway writes it too", str(self.path))
         part = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
@@ -212,7 +194,11 @@ class StateFile:
         if not self.is_closed:
             self._written = identity_of(part)
             part.replace(self.path)
-            _sync(self.path.parent)
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # The disk has its names, too.
+            finally:
+                os.close(folder)
 
 
 class StateStore:
@@ -248,7 +234,7 @@ class StateStore:
         """Return what an earlier gateway wrote; None: nothing that can be used."""
         try:
             return None if self.file is None else self.file.read()
-        except StateError as error:
+        except ValueError as error:
             self.refuse(str(error))
             return None
 
@@ -339,12 +325,3 @@ class StateStore:
             await asyncio.sleep(_WATCH_EVERY_S)
             if self.is_due or time.monotonic() - self._saved_s > _EVIDENCE_EVERY_S:
                 await self.save()
-
-
-def _sync(folder: Path) -> None:
-    """Let the disk have a folder's names, too."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

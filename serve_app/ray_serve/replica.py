@@ -23,11 +23,10 @@ from serve_app.engines.sharded.engine import rank_bundles
 from serve_app.engines.texts import TextEngine
 from serve_app.engines.tokenizer import HuggingFaceTokenizer, Tokenizer
 from serve_app.gateway import interpreter
-from serve_app.gateway.engine_wire import room_for_tokens
+from serve_app.gateway.engine_wire import BYTES_PER_TOKEN
 from serve_app.gateway.host_metrics import HostMetrics
 from serve_app.gateway.upstream import url_of
 from serve_app.http.engine_api import create_engine_api
-from serve_app.http.generation_reader import GenerationReader
 from serve_app.http.listener import Listener
 
 ENGINES = {
@@ -42,7 +41,7 @@ _KEEP_ALIVE_S = 75
 class EngineReplica:
     """Holds one engine, which listens itself; Ray Serve keeps it alive and tells where it is."""
 
-    async def __init__(self, pool: Pool, served_model: str, limits: Limits) -> None:  # type: ignore[misc]
+    async def __init__(self, pool: Pool, limits: Limits) -> None:  # type: ignore[misc]
         """Start the engine, learn how fast it is, and listen."""
         self._pool = pool
         self._engine = engine_class(pool)(pool.config)
@@ -59,8 +58,7 @@ class EngineReplica:
         self._secret = secrets.token_urlsafe(32)
         limits = _of_replica(limits)
         longest = longest_tokens(config, self._engine.stats())
-        reader = GenerationReader(tokenizer, served_model, limits, longest)
-        api = create_engine_api(self._texts, reader, limits, self._secret)
+        api = create_engine_api(self._texts, longest, limits, self._secret)
         self._listener = Listener(api, limits)
         address = ray.util.get_node_ip_address()
         self._url = url_of(address, await self._listener.start(address, 0))
@@ -114,7 +112,7 @@ def _of_replica(limits: Limits) -> Limits:
     changes = {
         "max_connections": max(limits.max_connections, most),
         "max_connections_per_address": most,
-        "max_body_bytes": limits.max_body_bytes + room_for_tokens(limits.max_prompt_tokens),
+        "max_body_bytes": limits.max_body_bytes + BYTES_PER_TOKEN * limits.max_prompt_tokens,
         "keep_alive_s": _KEEP_ALIVE_S,
     }
     return limits.model_copy(update=changes)
@@ -154,11 +152,6 @@ def load_tokenizers(cluster: Cluster) -> dict[str, Tokenizer]:
     return {name: load_tokenizer(model) for name, model in own.items()}
 
 
-def _placed(pool: Pool, num_bundles: int) -> dict[str, Any]:
-    labels = dict(pool.node_labels)
-    return {"placement_group_bundle_label_selector": [labels] * num_bundles} if labels else {}
-
-
 def bind_pool(pool: Pool, cluster: Cluster) -> Application:
     """Make the deployment of a pool of a cluster.
 
@@ -170,20 +163,19 @@ def bind_pool(pool: Pool, cluster: Cluster) -> Application:
         request_routing_stats_period_s=cluster.routing_stats_period_s,
     )
     bundles = [{"CPU": pool.replica_cpus}, *rank_bundles(pool.config)]
+    labels = [dict(pool.node_labels)] * len(bundles) if pool.node_labels else []
     deployment = serve.deployment(
         name=pool.name,
         num_replicas=pool.replicas,
         max_ongoing_requests=pool.max_ongoing_requests,
         ray_actor_options={"num_cpus": pool.replica_cpus},
         placement_group_bundles=bundles,
-        **_placed(pool, len(bundles)),
+        placement_group_bundle_label_selector=labels or None,
         request_router_config=router,
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=_SHUTDOWN_S,
     )
-    application: Application = deployment(EngineReplica).bind(
-        pool, cluster.model_of(pool), cluster.limits
-    )
+    application: Application = deployment(EngineReplica).bind(pool, cluster.limits)
     return application

@@ -10,7 +10,7 @@ import sys
 import pytest
 from golden import hops
 
-MOST = {"chat_request": 188, "simulation": 84, "evaluation": 256, "sweep": 452}
+MOST = {"chat_request": 176, "simulation": 84, "evaluation": 256, "sweep": 452}
 
 
 def check(name, names):

@@ -18,7 +18,6 @@ from serve_app.gateway.upstream import url_of
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.http.engine_api import create_engine_api
-from serve_app.http.generation_reader import GenerationReader
 from serve_app.http.listener import Listener
 from serve_app.policy.manager import PolicyManager
 
@@ -84,9 +83,8 @@ class Site:
         )
         limits = cluster.limits.model_copy(update={"max_body_bytes": 1 << 20})
         longest = longest_tokens(config, self.engine.stats())
-        reader = GenerationReader(Letters(), "m", limits, longest)
         self.listener = Listener(
-            create_engine_api(self.texts, reader, limits, SECRET), cluster.limits
+            create_engine_api(self.texts, longest, limits, SECRET), cluster.limits
         )
 
     async def start(self):

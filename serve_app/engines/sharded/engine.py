@@ -26,12 +26,7 @@ from serve_app.engine_config import EngineConfig
 from serve_app.engines.admission import Admission, reason_line
 from serve_app.engines.base import Chunk, EngineError, EngineStats, FinishReason, Sampling
 from serve_app.engines.models import check_plan, find_model, read_shape
-from serve_app.engines.sharded.messages import (
-    GroupLimits,
-    Progress,
-    RankReport,
-    RequestNames,
-)
+from serve_app.engines.sharded.messages import GroupLimits, Progress, RankReport, RequestNames
 from tokenyard.routing.types import OrderKey
 
 logger = logging.getLogger(__name__)
@@ -180,29 +175,17 @@ class WorkerGroup:
         ]
 
     async def load(self) -> None:
-        """Form the process group and load every share.
-
-        Raises:
-            EngineError: A rank could not.
-        """
+        """Form the process group and load every share; errors as of `call`."""
         place = await self.call(0, "open_store") if self.config.num_ranks > 1 else None
         await self.call_all("load", place)
 
     async def serve(self) -> GroupLimits:
-        """Allocate the cache and begin to take requests.
-
-        Raises:
-            EngineError: There is no memory for it.
-        """
+        """Allocate the cache and begin to take requests; errors as of `call`."""
         limits: GroupLimits = (await self.call_all("serve"))[0]
         return limits
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Call all ranks, until the first that fails: the others may wait for it in vain.
-
-        Raises:
-            EngineError: One failed, or has died.
-        """
+        """Call all ranks, until the first that fails: the others may wait for it in vain."""
         calls = (self.call(number, method, *args) for number in range(len(self.ranks)))
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
@@ -212,11 +195,7 @@ class WorkerGroup:
                 task.cancel()
 
     async def call(self, number: int, method: str, *args: Any) -> Any:
-        """Call one rank.
-
-        Raises:
-            EngineError: It failed, or has died.
-        """
+        """Call one rank; an EngineError says that it failed, or has died."""
         try:
             return await getattr(self.ranks[number], method).remote(*args)
         except (RayError, EngineError) as error:
@@ -372,12 +351,7 @@ class ShardedEngine:
         self._streams = _Streams(self._admission)
 
     async def start(self) -> None:
-        """Load the weights and be ready.
-
-        Raises:
-            EngineError: The model cannot be found or cannot be divided like that, a rank could not
-                load its share, or all of it took longer than `start_timeout_s`.
-        """
+        """Load the weights and be ready, within `start_timeout_s`: see `Engine.start`."""
         self._stopped = False
         try:
             async with asyncio.timeout(self.config.start_timeout_s):
@@ -436,12 +410,7 @@ class ShardedEngine:
         sampling: Sampling,
         order_key: OrderKey | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """Generate; closing the iterator early aborts the request.
-
-        Raises:
-            InvalidRequest: It is too long, or makes no sense.
-            EngineError: The queue is full (`EngineFull`), or the engine died meanwhile.
-        """
+        """Generate: see `Engine.generate`."""
         reported, num_running = self._reported, None
         if reported is not None and reported.num_waiting and reported.num_running:
             num_running = reported.num_running
@@ -483,11 +452,7 @@ class ShardedEngine:
         )
 
     async def check_health(self) -> None:
-        """Return if all ranks answer, or are being replaced.
-
-        Raises:
-            EngineError: One does not, and no other takes its place.
-        """
+        """Return if all ranks answer, or are being replaced: see `Engine.check_health`."""
         if self._admission.closed is None:
             try:
                 async with asyncio.timeout(_PING_TIMEOUT_S):

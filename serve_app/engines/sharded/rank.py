@@ -425,8 +425,7 @@ class LockstepManager(ContinuousBatchingManager):
         self.continuous_batching_config.num_blocks = self.num_blocks
         eos_ids = [eos] if isinstance(eos, int) else list(eos or ())
         self.limits = GroupLimits(
-            kv_capacity_tokens=self.num_blocks * PAGE_TOKENS,
-            eos_token_ids=frozenset(eos_ids),
+            kv_capacity_tokens=self.num_blocks * PAGE_TOKENS, eos_token_ids=frozenset(eos_ids)
         )
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
@@ -488,9 +487,7 @@ class LockstepManager(ContinuousBatchingManager):
         )
         cache.first_layer = self._first_layer
         update_cb_config_after_cache_creation(
-            cb_config=batching,
-            num_blocks=cache.num_blocks,
-            max_batch_tokens=cache.max_batch_tokens,
+            cb_config=batching, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
         )
         # Without the decode path the block tables of flash attention are not needed.
         batching.max_blocks_per_request = 0

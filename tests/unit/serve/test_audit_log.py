@@ -147,7 +147,7 @@ def test_what_tenants_use_is_counted_by_tenant(tmp_path):
 
     async def run():
         async with a_site(tmp_path / "keys.yaml") as (client, file, gateway, pools):
-            gateway.metrics.know_tenants(file.ring.tenants)
+            gateway.metrics.know_tenants(file.value.tenants)
             for number in range(4):
                 if number == 2:
                     for pool in pools.values():

@@ -15,7 +15,7 @@ from unit.serve.test_serve_gateway import FakePool, Letters, a_body, a_cluster
 
 from pipelines import keys as command
 from serve_app.cluster import Cluster
-from serve_app.gateway.callers import ApiKey, Caller, KeyFile, hash_of, read_keys
+from serve_app.gateway.callers import UNLIMITED, ApiKey, Caller, KeyFile, hash_of, read_keys
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.rate_limits import RateLimits
 from serve_app.http.api import create_gateway_api
@@ -181,7 +181,7 @@ def test_a_file_is_looked_at_again_and_again_by_itself(tmp_path, monkeypatch):
         async with asyncio.timeout(10):
             await told.wait()
         watching.cancel()
-        return set(file.ring.by_name)
+        return set(file.value.by_name)
 
     assert asyncio.run(run()) == {"ann", "bob", "ops", "all"}
 
@@ -201,7 +201,7 @@ def test_nothing_in_a_file_ends_the_looking_so_that_a_key_is_still_withdrawn(tmp
                 await told.wait()
                 assert "no YAML" in file.problem
                 write(path, ENTRIES[:1])
-                while file.ring.find("sk-bob") is not None:
+                while file.value.find("sk-bob") is not None:
                     await asyncio.sleep(0.01)
         finally:
             watching.cancel()
@@ -222,7 +222,7 @@ def test_a_key_is_withdrawn_once_the_file_can_be_read_though_it_is_the_same_by_t
     assert "Too many open files" in file.problem
     assert file.reload()
     assert file.problem is None
-    assert file.ring.find("sk-bob") is None
+    assert file.value.find("sk-bob") is None
     assert not file.reload()
 
 
@@ -292,7 +292,7 @@ def test_a_key_file_is_found_through_links_as_secrets_are_mounted(tmp_path):
     (tmp_path / "next").symlink_to("1")
     os.replace(tmp_path / "next", tmp_path / "now")
     assert file.reload()
-    assert set(file.ring.by_name) == {"bob"}
+    assert set(file.value.by_name) == {"bob"}
 
 
 def test_limits_of_a_key_that_is_not_known_are_not_none(tmp_path):
@@ -304,5 +304,5 @@ def test_limits_of_a_key_that_is_not_known_are_not_none(tmp_path):
         access.limits_of(Caller("red", "gone"))
     with pytest.raises(LookupError):
         access.limits_of(Caller())
-    assert Access(None).limits_of(Caller()).are_none
+    assert Access(None).limits_of(Caller()) == UNLIMITED
     assert ApiKey.of_token("token", "x").generates

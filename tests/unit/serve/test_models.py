@@ -222,5 +222,5 @@ def test_a_carrier_tells_its_decider_which_model_is_asked_for():
     call = Call(b"/v1/completions", b"", b"{}", stream=False)
     for model in (None, "modèle"):
         request = InferenceRequest("r", EstimatedTokens("a b"), 7, call, model=model)
-        read, _ = read_request(write_request(request, "default", request.prompt, ()), ())
+        read, _ = read_request(write_request(request, "default", ()), ())
         assert read.model == model

@@ -423,7 +423,7 @@ def test_a_request_tells_the_names_of_its_blocks():
     tokens = EstimatedTokens("some words " * 20)
     call = Call(b"/v1/completions", b"", b"{}", stream=False)
     request = InferenceRequest("req-ü", tokens, 7, call, for_engines=True, tenant="t")
-    wire = write_request(request, "batch", request.prompt, (4, 16))
+    wire = write_request(request, "batch", (4, 16))
     read, class_name = read_request(wire, (4, 16))
     assert (read.request_id, read.max_tokens, read.for_engines, class_name, read.tenant) == (
         "req-ü", 7, True, "batch", "t",
@@ -438,7 +438,7 @@ def test_a_request_with_long_names_is_told_whole():
     call = Call(b"/v1/completions", b"", b"{}", stream=False)
     name = "é" * 60_000
     request = InferenceRequest(name, EstimatedTokens("words"), 7, call, tenant="t")
-    wire = write_request(request, "batch", request.prompt, (16,))
+    wire = write_request(request, "batch", (16,))
     assert read_request(wire, (16,))[0].request_id == name
 
 

@@ -183,7 +183,7 @@ def test_a_chat_takes_parts_and_says_who_speaks():
         assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.seed) == (
             7, 0.5, 0.9, 3,
         )  # fmt: skip
-        assert (request.body.stops, request.token_ids) == (("x",), list(map(ord, "hello")))
+        assert (request.stops, request.token_ids) == (("x",), list(map(ord, "hello")))
         streamed = await client.post("/v1/chat/completions", json=body | {"stream": True})
         assert events_of(streamed.text)[0]["choices"][0]["delta"] == {
             "role": "assistant", "content": "o",

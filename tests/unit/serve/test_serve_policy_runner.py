@@ -71,7 +71,7 @@ def test_costs_that_are_not_finite_are_a_failure(make, monkeypatch):
     policy = loaded.make(np.random.default_rng(0))
     monkeypatch.setattr(type(policy), "decide", lambda *_: Decision(0, (math.nan, 1.0)))
     choice = make(loaded).picker.pick(A_REQUEST, TWO)
-    assert choice.fallback
+    assert choice.fallback_reason is not None
     assert choice.index == 1
 
 
