@@ -157,7 +157,9 @@ class GatewayReplica:
         parts: dict[str, Remembers] = {"outliers": self._gateway.outliers, "limits": limits}
         if self._allocator is not None:
             parts["allocation"] = self._allocator
-        path = state_path_of(options)
+        path = options.state
+        if path is None and options.decision_log is not None:
+            path = options.decision_log / STATE_FILE
         file = None if path is None else StateFile(path)
         may_be_missing = not options.must_be_there
         manager.resume(cluster.policy, cluster.explore_fraction, may_be_missing, file, parts)
@@ -409,13 +411,6 @@ def registry_of(options: GatewayOptions) -> str | None:
     uri = options.registry or os.environ.get(REGISTRY_VARIABLE)
     path = (uri or "").removeprefix(_SQLITE)
     return f"{_SQLITE}{Path(path).absolute()}" if path != (uri or "") else uri or None
-
-
-def state_path_of(options: GatewayOptions) -> Path | None:
-    """Return where the state is kept; None: nowhere."""
-    if options.state is None and options.decision_log is not None:
-        return options.decision_log / STATE_FILE
-    return options.state
 
 
 def token_of(options: GatewayOptions) -> str | None:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, model_validator
 from serve_app.endpoints import AnyEndpoint, GatewayPath, MetricNames, Pattern, ServiceDiscovery
 from serve_app.engine_config import EngineConfig
 from tokenyard.allocation.types import Parallelism
-from tokenyard.config import FrozenModel, fitted, read_fields
+from tokenyard.config import FrozenModel, check_distinct, fitted, read_fields
 from tokenyard.routing.fleet import EngineSpeed, IterationSpeed, requests_per_s
 
 MAX_PROMPT_TOKENS = 1 << 20
@@ -429,36 +429,24 @@ class Cluster(FrozenModel):
         if self.gateway.carriers > 1 and (self.decide_only or self.allocation is not None):
             what = "without pools" if self.decide_only else "with an allocated pool"
             raise ValueError(f"a gateway {what} has one carrier")
-        changing = [
-            external_pool.name
-            for external_pool in self.external_pools
-            if external_pool.service_discovery or external_pool.allowed
-        ]
+        pools = self.external_pools
+        changing = [pool.name for pool in pools if pool.service_discovery or pool.allowed]
         if self.gateway.carriers > 1 and changing:
             raise ValueError(f"endpoints of pool {changing[0]!r} come and go: have one carrier")
         return self
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:
+        check_distinct("pool", [pool.name for pool in (*self.pools, *self.templates)])
+        check_distinct("class", [each.name for each in self.classes])
+        # By its URL an endpoint is known, and what is in flight there counted.
         endpoints = [endpoint for pool in self.external_pools for endpoint in pool.endpoints]
-        for what, names in (
-            ("pool", [pool.name for pool in (*self.pools, *self.templates)]),
-            ("class", [service_class.name for service_class in self.classes]),
-            # By its URL an endpoint is known, and what is in flight there counted.
-            ("endpoint", [endpoint.address for endpoint in endpoints]),
-        ):
-            twice = {name for name in names if names.count(name) > 1}
-            if twice:
-                raise ValueError(f"{what} {min(twice)!r} appears more than once")
+        check_distinct("endpoint", [endpoint.address for endpoint in endpoints])
         return self
 
     @model_validator(mode="after")
     def _waits_where_there_is_a_queue(self) -> Self:
-        waits = [
-            service_class.name
-            for service_class in self.classes
-            if service_class.max_wait_s is not None
-        ]
+        waits = [each.name for each in self.classes if each.max_wait_s is not None]
         if waits and self.queue is None:
             raise ValueError(f"class {waits[0]!r} has max_wait_s, but nothing waits: give a queue")
         return self

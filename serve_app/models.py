@@ -50,11 +50,8 @@ class ModelCatalog:
     def refusal(self, name: str) -> str:
         """Say that a model is not served."""
         names = ", ".join(map(repr, self.models))
-        return f"model {name!r} is not served here; {names} {_are(len(self.models))}"
-
-
-def _are(number: int) -> str:
-    return "is" if number == 1 else "are"
+        are = "is" if len(self.models) == 1 else "are"
+        return f"model {name!r} is not served here; {names} {are}"
 
 
 def _served(cluster: Cluster, name: str, parent: str | None) -> ServedModel:

@@ -79,7 +79,9 @@ async def start_and_measure(
     Raises:
         EngineError: It cannot start, or cannot be measured.
     """
-    stored = pool.profile or _known(pool)
+    key = hashlib.sha256(pool.model_dump_json().encode()).hexdigest().encode()
+    text = None if pool.profile is not None else ray_private.get_value(key)
+    stored = pool.profile if text is None else EngineProfile.model_validate_json(text)
     if stored is not None:
         await engine.start()
         return stored
@@ -92,7 +94,7 @@ async def start_and_measure(
         vocab_size = (await tokenizer).vocab_size or _SMALLEST_VOCABULARY
         measured = await profile_engine(engine, pool.config, vocab_size, budget_s)
     profile = _engine_profile(measured, pool)
-    ray_private.put_value(_key(pool), profile.model_dump_json())
+    ray_private.put_value(key, profile.model_dump_json())
     return profile
 
 
@@ -108,15 +110,6 @@ def _engine_profile(measured: Measurement, pool: Pool) -> EngineProfile:
         kv_capacity_tokens=max(measured.kv_capacity_tokens, 1.0),
         source="measured",
     )
-
-
-def _key(pool: Pool) -> bytes:
-    return hashlib.sha256(pool.model_dump_json().encode()).hexdigest().encode()
-
-
-def _known(pool: Pool) -> EngineProfile | None:
-    text = ray_private.get_value(_key(pool))
-    return None if text is None else EngineProfile.model_validate_json(text)
 
 
 @contextlib.asynccontextmanager

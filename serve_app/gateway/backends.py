@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
@@ -25,7 +26,7 @@ from serve_app.gateway.generation import ReplicaFailed, ReplicaFull, ReplicaRefu
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.replicas import ReplicaTable
 from serve_app.gateway.router_registry import ROUTERS
-from serve_app.gateway.sse import PEEK_BYTES, ErrorEvent, error_in, peek_whole
+from serve_app.gateway.sse import PEEK_BYTES, ErrorEvent, peek_whole
 from serve_app.gateway.upstream import Connection, Origin
 
 if TYPE_CHECKING:
@@ -45,15 +46,16 @@ class _EngineForwarder(Forwarder):
     status_header = STATUS_HEADER
 
     def _failure_of(self, error: ErrorEvent) -> ReplicaFailed:
-        return ReplicaRefused(f"{self.which}: {error.message}")
+        return ReplicaRefused(f"{self.which}: {EndpointError.of(error.event).message}")
 
     def _refusal(self, connection: Connection, text: bytes) -> ReplicaFailed:
-        status, reason = connection.status, f"{self.which}: {error_in(text).message}"
+        status, error = connection.status, EndpointError.of_answer(connection.status, text)
+        reason = f"{self.which}: {error.message}"
         if status == 429:
             return ReplicaFull(reason)
         if status == 503:
             return ReplicaRefused(reason)
-        if EndpointError.of_answer(status, text).fault is Fault.ENDPOINT:
+        if error.fault is Fault.ENDPOINT:
             return ReplicaFailed(f"{self.which} answered {status}")
         return ReplicaTooSmall(reason)
 
@@ -73,7 +75,7 @@ class _EngineForwarder(Forwarder):
             held += piece
             timer.wait_again()
         if held.startswith(_ERROR):
-            raise error_in(bytes(held))
+            raise ErrorEvent(json.loads(held))
         num_tokens, reason, _ = peek_whole(bytes(held[-PEEK_BYTES:]))
         attempt.take(num_tokens, reason)
         await hand_on_held(connection, attempt, bytes(held))

@@ -67,6 +67,10 @@ class EndpointError:
     """Empty: it gives none."""
     is_about_model: bool = False
     """Whether it does not know the model."""
+    code: Any = None
+    """Such as 400, `"rate_limit_exceeded"` or None, as it came."""
+    type: Any = None
+    """Such as `"BadRequestError"`, `"overloaded_error"` or None, as it came."""
 
     @classmethod
     def of_answer(cls, status: int, body: bytes) -> EndpointError:
@@ -83,12 +87,13 @@ class EndpointError:
 
         An event of a stream has no status.
         """
-        error = fields.get("error", fields)
+        error = fields.get("error") or fields
         if not isinstance(error, Mapping):
             error = {"message": error}
         message = error.get("message", error.get("detail"))
         message = message[:_MAX_MESSAGE] if isinstance(message, str) else ""
-        named = _status_named(error.get("code")) or _status_named(error.get("type"))
+        code, kind = error.get("code"), error.get("type")
+        named = _status_named(code) or _status_named(kind)
         if status is None:
             status = named or 500
         elif status == 500 and named is not None and named < 500:
@@ -96,9 +101,9 @@ class EndpointError:
         if status == 500 and _CALLERS_500.search(message):
             status = 400
         is_about_model = status in (400, 404, 422) and (
-            _plain(error.get("code")) == "modelnotfound" or bool(_UNKNOWN_MODEL.search(message))
+            _plain(code) == "modelnotfound" or bool(_UNKNOWN_MODEL.search(message))
         )
-        return cls(status, message, is_about_model)
+        return cls(status, message, is_about_model, code, kind)
 
     @property
     def fault(self) -> Fault:

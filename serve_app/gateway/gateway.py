@@ -255,7 +255,13 @@ class Gateway:
     def _settle(self, answer: Answer) -> None:
         """Note what has become of a request, once for all its attempts."""
         if answer.request.caller is not ANYBODY:
-            self._charge(answer)
+            used = answer.used_tokens
+            if answer.grant is not None:
+                answer.grant.settle(used)
+            series = self.metrics.of_tenant(answer.request.caller.tenant)
+            series.requests.inc()
+            series.prompt_tokens.inc(max(used - answer.num_tokens, 0))
+            series.output_tokens.inc(answer.num_tokens)
         if answer.request.span is not None:
             answer.request.span.finish(answer.num_tokens, answer.finish_reason)
         now_s = self.clock_s()
@@ -266,13 +272,3 @@ class Gateway:
             )
         if attained is not None:
             self.history.finish(now_s, answer.ttft_s, answer.response_s, attained)
-
-    def _charge(self, answer: Answer) -> None:
-        """Count what a caller has used."""
-        used = answer.used_tokens
-        if answer.grant is not None:
-            answer.grant.settle(used)
-        series = self.metrics.of_tenant(answer.request.caller.tenant)
-        series.requests.inc()
-        series.prompt_tokens.inc(max(used - answer.num_tokens, 0))
-        series.output_tokens.inc(answer.num_tokens)

@@ -45,25 +45,8 @@ class ErrorEvent(Exception):
     def __init__(self, event: Any) -> None:
         super().__init__("it answered with an error event")
         self.event: dict[str, Any] = event if isinstance(event, dict) else {"error": event}
-        error = self.event.get("error") or self.event
-        if not isinstance(error, dict):
-            error = {"message": error}
-        message = error.get("message", error.get("detail"))
-        self.message = message if isinstance(message, str) else "no reason given"
-        self.code: Any = error.get("code")
-        """Such as 400, `"rate_limit_exceeded"` or None, as it came."""
-        self.type: Any = error.get("type")
-        """Such as `"BadRequestError"`, `"overloaded_error"` or None, as it came."""
         self.before = b""
         """Whole events that came with it, and before it."""
-
-
-def error_in(text: bytes) -> ErrorEvent:
-    """Read an error object; what is none gives no reason."""
-    try:
-        return ErrorEvent(json.loads(text))
-    except ValueError:
-        return ErrorEvent({})
 
 
 class EventPeek:

@@ -97,7 +97,8 @@ class Tracing:
         """
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        parent = self._propagator.extract(_fields_of(trace))
+        lines = (line.decode("latin-1").partition(":") for line in trace.splitlines())
+        parent = self._propagator.extract({name: value.strip() for name, _, value in lines})
         begun = self._tracer.start_span("request", parent, SpanKind.SERVER, attributes)
         span = RequestSpan(begun)
         named: dict[str, str] = {}
@@ -139,9 +140,3 @@ def _exporter(name: str, environment: Mapping[str, str]) -> SpanExporter:
         f"the exporter of traces {name!r} is not installed; `pip install tokenyard[tracing]` has "
         "otlp, or set OTEL_SDK_DISABLED=true"
     )
-
-
-def _fields_of(lines: bytes) -> dict[str, str]:
-    """Split header lines."""
-    pairs = (line.decode("latin-1").partition(":") for line in lines.splitlines())
-    return {name: value.strip() for name, _, value in pairs}

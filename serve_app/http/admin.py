@@ -9,15 +9,14 @@ import numpy as np
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import generate_latest
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from serve_app.gateway.gateway import Gateway
 from serve_app.http.auth import Access
+from serve_app.http.body import StrictBody
 from serve_app.http.decide_schema import GatewayPolicyAnswer, Problem
-from serve_app.http.errors import PROBLEMS
+from serve_app.http.errors import DENIED, PROBLEMS, refusals
 from serve_app.http.policies_schema import PoliciesAnswer, PoliciesChange, describe_policies
-from serve_app.http.reasons import BadRequest
-from serve_app.policy.experiment import Conflict
 
 _PAGE = resources.files("serve_app").joinpath("http/dashboard.html")
 _PAGE_MAY = (
@@ -27,10 +26,8 @@ _PAGE_MAY = (
 """The page asks this server alone."""
 
 
-class PolicyChange(BaseModel):
+class PolicyChange(StrictBody):
     """Body of `POST /v1/policy`."""
-
-    model_config = {"extra": "forbid", "strict": True}
 
     policy: Annotated[str, Field(min_length=1, max_length=1024)]
     """`champion`, the registry's `candidate`, a policy file (.npz), a rule's name, or
@@ -56,12 +53,8 @@ def policy_router(gateway: Gateway, access: Access) -> APIRouter:
         explore = body.explore_fraction
         if explore is None:
             explore = gateway.cluster.explore_fraction
-        try:
+        with refusals():
             await manager.switch_by_hand(body.policy, explore)
-        except Conflict as error:
-            raise BadRequest(str(error), 409) from None
-        except (ValueError, OSError) as error:
-            raise BadRequest(" ".join(str(error).split()), 422) from None
         return describe(gateway)
 
     @router.get("/v1/policies", dependencies=is_authorized, responses={401: {"model": Problem}})
@@ -78,12 +71,8 @@ def policy_router(gateway: Gateway, access: Access) -> APIRouter:
     )
     async def change_policies(body: PoliciesChange) -> PoliciesAnswer:
         """Try a policy in an experiment, end that, promote what was tried, or roll back."""
-        try:
+        with refusals():
             await manager.change(body.action, body.policy, body.share, body.alpha)
-        except Conflict as error:
-            raise BadRequest(" ".join(str(error).split()), 409) from None
-        except (ValueError, OSError) as error:
-            raise BadRequest(" ".join(str(error).split()), 422) from None
         return describe_policies(manager)
 
     return router
@@ -92,10 +81,9 @@ def policy_router(gateway: Gateway, access: Access) -> APIRouter:
 def state_router(gateway: Gateway, access: Access) -> APIRouter:
     """Routes about what the gateway does and knows, for programs and for people."""
     router, may_see_all = APIRouter(), [Depends(access.may_see_all)]
-    denied: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 403: {"model": Problem}}
     page = _PAGE.read_text(encoding="utf-8")
 
-    @router.get("/v1/history", dependencies=may_see_all, responses=denied)
+    @router.get("/v1/history", dependencies=may_see_all, responses=DENIED)
     async def history() -> dict[str, Any]:
         """Tell of the last quarter of an hour, and of the last decisions with their scores."""
         return {
@@ -105,7 +93,7 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
             "decisions": gateway.history.decisions(),
         }
 
-    @router.get("/v1/queue", dependencies=may_see_all, responses=denied)
+    @router.get("/v1/queue", dependencies=may_see_all, responses=DENIED)
     async def queue() -> dict[str, Any]:
         """Tell which requests wait at the gateway, who is next first, and how full replicas are."""
         holding = gateway.holding

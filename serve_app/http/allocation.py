@@ -16,10 +16,9 @@ from serve_app.allocation.plans import PlanOrigin, find_plan, format_plan
 from serve_app.allocation.transition import gpus_held
 from serve_app.cluster import PlanMessage
 from serve_app.http.auth import Access
+from serve_app.http.body import StrictBody
 from serve_app.http.decide_schema import Problem
-from serve_app.http.errors import PROBLEMS
-from serve_app.http.reasons import BadRequest
-from serve_app.policy.experiment import Conflict
+from serve_app.http.errors import PROBLEMS, refusals
 from tokenyard.allocation.types import AllocationPolicy, Plan
 
 _SHOWN_SLOTS = 600
@@ -108,10 +107,8 @@ class AllocationAnswer(BaseModel):
     """Newest first."""
 
 
-class AllocationChange(BaseModel):
+class AllocationChange(StrictBody):
     """Body of `POST /v1/allocation`: any of these."""
-
-    model_config = {"extra": "forbid", "strict": True}
 
     plan: PlanMessage | None = None
     """Change to it, and keep it until a policy is set."""
@@ -140,7 +137,7 @@ def make_router(
     @router.post("/v1/allocation", dependencies=may_change, responses=PROBLEMS)
     async def change(body: AllocationChange) -> AllocationAnswer:
         """Set the plan by hand, the policy, or whether anything is done at all."""
-        try:
+        with refusals():
             # Made before anything is changed: a body is followed as a whole or not at all.
             # In a thread: a registry may take its time to answer, or not to.
             name = body.policy
@@ -156,10 +153,6 @@ def make_router(
                 if body.dry_run is not None:
                     allocator.dry_run = body.dry_run
                     note("allocation", "dry run" if body.dry_run else "no dry run", "asked")
-        except Conflict as error:
-            raise BadRequest(str(error), 409) from None
-        except (ValueError, OSError) as error:
-            raise BadRequest(" ".join(str(error).split()), 422) from None
         return describe(allocator)
 
     return router

@@ -11,8 +11,8 @@ from starlette.types import Receive, Send
 from serve_app.cluster import SloClass
 from serve_app.gateway.carrier import RequestServer
 from serve_app.gateway.exchange import InferenceRequest
+from serve_app.gateway.faults import EndpointError
 from serve_app.gateway.generation import Headers, Refused, RequestRejected, Unanswerable, Unserved
-from serve_app.gateway.sse import error_in
 from serve_app.http.answer_writer import EVENT_HEADERS
 from serve_app.http.connection import CallerConnection
 from serve_app.http.disconnect import CancelOnDisconnect
@@ -120,12 +120,9 @@ def _error_event(path: bytes, error: Exception) -> bytes:
     status = error.status if isinstance(error, Refused | Unanswerable) else 503
     message, kind, code = str(error), kind_of(status), None
     if isinstance(error, RequestRejected):
-        rejection = error_in(error.body)
-        message, kind, code = (
-            rejection.message,
-            str(rejection.type or kind_of(error.status)),
-            rejection.code,
-        )
+        rejection = EndpointError.of_answer(error.status, error.body)
+        message, code = rejection.message, rejection.code
+        kind = str(rejection.type or kind_of(error.status))
     event: dict[str, Any] = {"type": "error", "message": message}
     if path.startswith(b"/v1/messages"):
         kind = "api_error" if kind == "server_error" else kind

@@ -48,12 +48,7 @@ def create_gateway_api(gateway: Gateway, tokenizers: Tokenizers, access: Access)
     """Lay the HTTP routes over a gateway; one that only decides has no model, and regions."""
     # The usual documentation pages load scripts from the network; /docs is plain HTML instead.
     api = GatewayApi(title="Tokenyard gateway", docs_url=None, redoc_url=None)
-    limits = gateway.cluster.limits
-    # Half of the places that the application holds for requests that are not in flight.
-    most = 2 * limits.max_in_flight
-    routes = gateway.cluster.gateway.routes
-    bodies = PendingBodies(limits.body_timeout_s, most, limits.max_body_bytes, routes)
-    api.bodies = bodies
+    api.bodies = bodies = PendingBodies.of(gateway.cluster)
     errors.install(api, access, bodies)
     if (cors := gateway.cluster.gateway.cors) is not None:
         api.add_middleware(with_cors, cors=cors)

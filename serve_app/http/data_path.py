@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from serve_app.cluster import Cluster, SloClass
+from serve_app.cluster import SloClass
 from serve_app.engines.base import Generation
 from serve_app.engines.tokenizer import EstimatedTokens, EstimatingTokenizer, Tokenizer
 from serve_app.gateway.callers import Caller
@@ -23,7 +23,7 @@ from serve_app.gateway.tracing import HEADERS as TRACE
 from serve_app.http.answering import answer
 from serve_app.http.connection import connection_of
 from serve_app.http.generation_reader import GenerationReader
-from serve_app.http.image_tokens import Formula, formula_of
+from serve_app.http.image_tokens import formula_of
 from serve_app.http.intake import OPENAI_PATHS, Intake, Refusal
 from serve_app.http.peek import Peek, peek, peek_form, read_fields
 from serve_app.http.prompt_size import PromptSize, PromptTokens
@@ -67,7 +67,11 @@ class DataPath:
             tokenizers = dict.fromkeys(models, tokenizers)
         estimate = EstimatingTokenizer()
         self._tokenizers = {name: tokenizers.get(name, estimate) for name in models}
-        self._prompts = {name: PromptTokens(_images_of(cluster, name)) for name in models}
+        # Makers of models have formulas for images by the names that endpoints know.
+        own_names = {cluster.model_of(pool): pool.model for pool in cluster.external_pools[::-1]}
+        self._prompts = {
+            name: PromptTokens(formula_of(own_names.get(name, name))) for name in models
+        }
         self._readers = {
             name: GenerationReader(
                 self._tokenizers[name],
@@ -212,12 +216,6 @@ def _response_id(path: str, peeked: Peek) -> str:
         return path.split("/")[3]
     previous = peeked.fields.get("previous_response_id")
     return previous if isinstance(previous, str) else ""
-
-
-def _images_of(cluster: Cluster, model: str) -> Formula:
-    """What counts a model's images, by the name that its endpoints know it by."""
-    names = (pool.model for pool in cluster.external_pools if cluster.model_of(pool) == model)
-    return formula_of(next(names, model))
 
 
 def _lines(scope: Scope, names: Container[bytes]) -> bytes:

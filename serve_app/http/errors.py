@@ -5,6 +5,8 @@ On OpenAI's routes that is OpenAI's envelope, on Anthropic's theirs, elsewhere `
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,12 +19,15 @@ from serve_app.http.auth import Access, Denied
 from serve_app.http.decide_schema import Problem
 from serve_app.http.intake import OPENAI_PATHS, IntakeMiddleware, PendingBodies, TooMuch, route_path
 from serve_app.http.reasons import BadRequest, envelope, reason_of
+from serve_app.policy.experiment import Conflict
 from serve_app.policy.runner import IncompatibleRequest
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem} for status in (400, 401, 403, 413, 422)
 }
 """Answers of routes that are not OpenAI's, for the schema."""
+DENIED: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 403: {"model": Problem}}
+"""Those of routes that only show something."""
 _HANDLED = (
     BadRequest, IncompatibleRequest, RequestValidationError, HTTPException, Denied, Refused,
     Unserved, RequestRejected,
@@ -37,6 +42,17 @@ def install(api: FastAPI, access: Access, bodies: PendingBodies) -> None:
     for error in _HANDLED:
         api.add_exception_handler(error, _answer_to)
     api.add_middleware(IntakeMiddleware, access=access, bodies=bodies, refuse=_answer_to)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Refuse a change that conflicts with what goes on (409), or cannot be made (422)."""
+    try:
+        yield
+    except Conflict as error:
+        raise BadRequest(" ".join(str(error).split()), 409) from None
+    except (ValueError, OSError) as error:
+        raise BadRequest(" ".join(str(error).split()), 422) from None
 
 
 async def refuse(request: Request, error: Exception) -> Response:

@@ -11,7 +11,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.cluster import Cors
+from serve_app.cluster import Cluster, Cors
 from serve_app.gateway.callers import ANYBODY, Caller
 from serve_app.http.auth import Access, Denied
 from serve_app.http.connection import connection_of
@@ -78,6 +78,13 @@ class PendingBodies:
         self._paths = OPENAI_PATHS | _OTHER_PATHS | {*routes}
         self._prefixes = ("/v1/responses/", *(route for route in routes if route.endswith("/")))
         self._waiting: dict[asyncio.Timeout, None] = {}
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> PendingBodies:
+        """Hold half of the places that there are for requests which are not in flight."""
+        limits = cluster.limits
+        most, routes = 2 * limits.max_in_flight, cluster.gateway.routes
+        return cls(limits.body_timeout_s, most, limits.max_body_bytes, routes)
 
     def are_handed_on(self, path: str) -> bool:
         """Whether replicas answer a route."""

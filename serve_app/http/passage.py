@@ -18,9 +18,7 @@ _ANSWERED_ALONE = frozenset(("/health", "/healthz", "/v1/models"))
 
 def create_carrier_api(carrier: Carrier, tokenizers: Tokenizers, access: Access) -> ASGIApp:
     """Lay HTTP over a carrier."""
-    limits = carrier.cluster.limits
-    routes, most = carrier.cluster.gateway.routes, 2 * limits.max_in_flight
-    bodies = PendingBodies(limits.body_timeout_s, most, limits.max_body_bytes, routes)
+    bodies = PendingBodies.of(carrier.cluster)
     intake = Intake(access, bodies, errors.refuse)
     data_path = DataPath(carrier, tokenizers, intake, errors.refuse)
     alone = create_gateway_api(carrier.alone, tokenizers, access)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
+from serve_app.http.body import StrictBody
 from serve_app.policy.card import PolicyReference
 from serve_app.policy.experiment import MAX_SHARE, Experiment, Mode
 from serve_app.policy.manager import Action, PolicyManager
@@ -15,10 +16,8 @@ from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
 from tokenyard.statistics.sequential import DEFAULT_ALPHA
 
 
-class PoliciesChange(BaseModel):
+class PoliciesChange(StrictBody):
     """Body of `POST /v1/policies`."""
-
-    model_config = {"extra": "forbid", "strict": True}
 
     action: Action
     """Try a policy in an experiment, end that, let the policy decide that was tried, or go back."""

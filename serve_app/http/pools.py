@@ -6,24 +6,22 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from serve_app.endpoints import AnyEndpoint
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.replicas import ReplicaState
 from serve_app.http.auth import Access
-from serve_app.http.decide_schema import Problem
-from serve_app.http.errors import PROBLEMS
+from serve_app.http.body import Body
+from serve_app.http.errors import DENIED, PROBLEMS
 from serve_app.http.reasons import BadRequest
 
 _IN_PROFILE = ("max_batch", "kv_capacity_tokens")
 
 
-class EndpointsChange(BaseModel):
+class EndpointsChange(Body):
     """Body of `POST` and `DELETE /v1/pools`."""
-
-    model_config = {"extra": "forbid"}
 
     pool: str
     """An external one."""
@@ -33,9 +31,8 @@ class EndpointsChange(BaseModel):
 def make_router(gateway: Gateway, access: Access) -> APIRouter:
     """Lay the routes about pools over a gateway."""
     router, may_change = APIRouter(), [Depends(access.may_change)]
-    denied: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 403: {"model": Problem}}
 
-    @router.get("/v1/pools", dependencies=[Depends(access.may_see_all)], responses=denied)
+    @router.get("/v1/pools", dependencies=[Depends(access.may_see_all)], responses=DENIED)
     async def pools() -> dict[str, Any]:
         """Tell what is known of every replica, and from where pools have their endpoints."""
         now_s, backends = gateway.refresh(), gateway.backends.values()

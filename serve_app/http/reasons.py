@@ -44,13 +44,9 @@ def envelope(
     if path.startswith(_ANTHROPIC):
         kind = _ANTHROPIC_KINDS.get(status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
-    error = openai_error(message, kind or kind_of(status), param, code or code_of(status, param))
-    return {"error": error}
-
-
-def code_of(status: int, param: str | None) -> str | None:
-    """OpenAI's name for what is wrong, where clients look at it; None: they do not."""
-    return "model_not_found" if (status, param) == (404, "model") else None
+    if (status, param) == (404, "model"):
+        code = "model_not_found"  # Clients look at it.
+    return {"error": openai_error(message, kind or kind_of(status), param, code)}
 
 
 def reason_of(errors: Sequence[Mapping[str, Any]]) -> str:

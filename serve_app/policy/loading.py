@@ -92,13 +92,12 @@ def resolve_policy(
         ValueError: An unknown name or scenario; without a stand-in also a policy that is missing or
             broken (ArtifactError).
     """
-    scenario = load_scenario(scenario_name)
-    rule = RuleName.parse(policy)
-    is_known = is_placement(rule.placement)
-    if rule.order is not None and not policy.endswith(".npz") and not is_known:
-        _order(rule.order, scenario)  # Its faults must show before anything is looked for.
-        loaded = resolve_policy(str(rule.placement), scenario_name, registry_uri, stand_in)
-        return in_order(loaded, rule.order, scenario)
+    scenario, name = load_scenario(scenario_name), RuleName.parse(policy)
+    is_known = is_placement(name.placement)
+    if name.order is not None and not policy.endswith(".npz") and not is_known:
+        _order(name.order, scenario)  # Its faults must show before anything is looked for.
+        loaded = resolve_policy(str(name.placement), scenario_name, registry_uri, stand_in)
+        return in_order(loaded, name.order, scenario)
     try:
         if policy in (CHAMPION, CANDIDATE):
             return _registered_or_shipped(policy, scenario, registry_uri, stand_in is not None)
@@ -108,7 +107,9 @@ def resolve_policy(
     except ArtifactError as error:
         if stand_in is None:
             raise
-        return _in_place_of(str(error), from_baseline(stand_in, scenario))
+        reason, rule = str(error), from_baseline(stand_in, scenario)
+        logger.warning("serving %s in place of the policy asked for: %s", stand_in, reason)
+        return replace(rule, card=rule.card.model_copy(update={"startup_fallback": reason}))
     if not is_known:
         raise ValueError(
             f"unknown policy {policy!r}; give champion, candidate, a policy file (.npz) or one of "
@@ -284,21 +285,12 @@ def _order(order: Term, scenario: Scenario) -> Order:
     return order_of(RuleName(Term(CHAMPION), order), _context(scenario, np.random.default_rng(0)))
 
 
-def _in_place_of(reason: str, loaded: LoadedPolicy) -> LoadedPolicy:
-    logger.warning("serving %s in place of the policy asked for: %s", loaded.card.name, reason)
-    return replace(loaded, card=loaded.card.model_copy(update={"startup_fallback": reason}))
-
-
 def _make_learned(artifact: PolicyArtifact, rng: np.random.Generator) -> RoutingPolicy:
-    # A policy that never saw a calendar in training must not see one here.
-    calendar = _trained_with_calendar(artifact)
-    return learned_policy(artifact, _UNIX_EPOCH if calendar else None)
-
-
-def _trained_with_calendar(artifact: PolicyArtifact) -> bool:
+    # A policy that never saw a calendar in training must not see one here: without one the day of
+    # the month is 0 throughout, and with one it never is.
     scaling = artifact.metadata.scaling
-    # Without a calendar the day of the month is 0 throughout; with one it never is.
-    return scaling is not None and scaling.medians[_DAY_OF_MONTH] != 0
+    has_calendar = scaling is not None and scaling.medians[_DAY_OF_MONTH] != 0
+    return learned_policy(artifact, _UNIX_EPOCH if has_calendar else None)
 
 
 def _make_baseline(name: str, scenario: Scenario, rng: np.random.Generator) -> RoutingPolicy:

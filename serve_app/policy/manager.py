@@ -72,7 +72,13 @@ class PolicyManager:
             ValueError: The baseline is not known, or is not for any number of replicas.
         """
         self.scenario, self.baseline, self.registry = scenario, baseline, registry
-        loaded = _load_baseline(baseline, scenario)
+        loaded = resolve_policy(baseline, scenario)
+        if loaded.card.num_replicas is not None:
+            raise ValueError(
+                f"baseline {baseline!r} is tuned for {loaded.card.num_replicas} replicas, and "
+                "replicas come and go; choose one for any number"
+            )
+        warm_up(loaded)
         self.picker = ReplicaPicker(baseline, loaded, settings, rng, clock_s)
         self.previous: PolicyRunner | None = None
         """What decided before, to go back to."""
@@ -424,17 +430,6 @@ def promotion_tags(experiment: Experiment, champion: PolicyRunner) -> dict[str, 
     if experiment.test is not None:
         tags["promotion.verdict"] = experiment.tally()
     return tags
-
-
-def _load_baseline(name: str, scenario: str) -> LoadedPolicy:
-    loaded = resolve_policy(name, scenario)
-    if loaded.card.num_replicas is not None:
-        raise ValueError(
-            f"baseline {name!r} is tuned for {loaded.card.num_replicas} replicas, and replicas "
-            "come and go; choose one for any number"
-        )
-    warm_up(loaded)
-    return loaded
 
 
 def _warmed_up(loaded: LoadedPolicy) -> LoadedPolicy:

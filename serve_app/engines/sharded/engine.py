@@ -49,17 +49,15 @@ def rank_bundles(config: EngineConfig) -> list[dict[str, float]]:
 
     A deployment that brings its own placement group puts its own bundle before these.
     """
-    if config.device == "gpu" or (config.device == "auto" and _cluster_has_gpus()):
+    if config.device == "gpu" or (
+        config.device == "auto" and ray.cluster_resources().get("GPU", 0) >= 1
+    ):
         bundle = {"GPU": 1.0}
         if config.accelerator_type is not None:
             bundle[f"accelerator_type:{config.accelerator_type}"] = 0.001
     else:
         bundle = {"CPU": config.rank_cpus}
     return [dict(bundle) for _ in range(config.num_ranks)]
-
-
-def _cluster_has_gpus() -> bool:
-    return bool(ray.cluster_resources().get("GPU", 0) >= 1)
 
 
 class Rank:

@@ -25,7 +25,7 @@ class Answering:
         while (await receive()).get("more_body"):
             pass
         connection = connection_of(scope)
-        assert connection.has_body
+        assert not connection.cycle.more_body
         num_before = len(asyncio.all_tasks())
         try:
             with CancelOnDisconnect(

@@ -273,11 +273,12 @@ def fakes(monkeypatch):
     stores = []
 
     def resolve(name, *_):
-        return POLICIES[stores[-1].champion] if name == "champion" else known(name, SCENARIO)
+        if name == "champion":
+            return POLICIES[stores[-1].champion]
+        return baseline if name == "sed" else known(name, SCENARIO)
 
     known = manager_module.resolve_policy
     baseline = known("sed", SCENARIO)
-    monkeypatch.setattr(manager_module, "_load_baseline", lambda *_: baseline)
     monkeypatch.setattr(manager_module, "resolve_policy", resolve)
     monkeypatch.setattr(manager_module, "warm_up", lambda _: None)
     for name in ("enter", "settle"):

@@ -13,6 +13,7 @@ from unit.serve.test_serve_external import run as run_stubs
 
 from serve_app.cluster import Deadlines
 from serve_app.gateway.exchange import Call, InferenceRequest
+from serve_app.gateway.faults import EndpointError
 from serve_app.gateway.forwarding import ResponseTimer
 from serve_app.gateway.generation import Refused, RequestRejected, Unanswerable, Unserved
 from serve_app.gateway.sse import ErrorEvent, EventPeek
@@ -205,9 +206,9 @@ def test_an_event_of_an_error_says_what_it_is(event, code, kind, before):
     peek.feed(before)
     with pytest.raises(ErrorEvent) as told:
         peek.feed(b": a\n\n" + event)
-    error = told.value
+    error = EndpointError.of(told.value.event)
     assert (error.message, error.code, error.type) == ("no", code, kind)
-    assert error.before == b": a\n\n"
+    assert told.value.before == b": a\n\n"
 
 
 def test_the_head_and_comments_of_an_endpoint_come_at_once_where_that_is_asked_for():
