@@ -109,7 +109,7 @@ _SQLITE = "sqlite:///"
 
 
 class GatewayReplica:
-    """The gateway: it listens itself, and Ray Serve keeps it alive where it is one of its."""
+    """The gateway: it listens itself; Ray Serve restarts it where it is deployed there."""
 
     _allocator: Any = None
     """`serve_app.allocation.allocator.Allocator`, where a pool is allocated."""
@@ -138,7 +138,7 @@ class GatewayReplica:
         self._gateway = Gateway(
             cluster,
             manager,
-            self._asked(backends),
+            self._senders(backends),
             metrics,
             log=log,
             limits=limits,
@@ -169,11 +169,11 @@ class GatewayReplica:
         interpreter.settle()
 
     def _hold_port(self, options: GatewayOptions) -> socket.socket | None:
-        """Let callers wait, where nobody else takes them."""
+        """Let connections wait while the gateway starts, unless another process takes them."""
         return hold_port(options.host, options.port)
 
-    def _asked(self, backends: Mapping[str, Backend]) -> Mapping[str, Backend]:
-        """Pools as requests go to them."""
+    def _senders(self, backends: Mapping[str, Backend]) -> Mapping[str, Backend]:
+        """What sends requests to the pools."""
         return backends
 
     async def reconfigure(self, address: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ class GatewayReplica:
         await self.listen(address["host"], address["port"])
 
     async def listen(self, host: str, port: int) -> None:
-        """Begin to answer; an OSError says that the address cannot be listened on."""
+        """Begin to answer; an OSError says that the address cannot be used."""
         held, self._held = self._held, None
         if self._listener is None:
             self._start()
@@ -200,7 +200,7 @@ class GatewayReplica:
         await self._listener.start(host, port, held)
 
     def make_api(self) -> FastAPI:
-        """Make the application that answers."""
+        """Make the HTTP application."""
         api = create_gateway_api(self._gateway, self._tokenizers, self._access)
         if self._allocator is not None:
             from serve_app.allocation.plans import load_plan_policy
@@ -216,7 +216,7 @@ class GatewayReplica:
         return api
 
     async def end(self) -> None:
-        """Answer what was let in, while another gateway may listen already."""
+        """Answer the requests that were let in; another gateway may listen already."""
         if self._listener is not None:
             await self._leave_to_another()
             await self._listener.hand_over()
@@ -226,7 +226,7 @@ class GatewayReplica:
             await self._stop()
 
     def _end_with_serve(self) -> None:
-        """Drain where Serve wants that, or is gone."""
+        """Drain when Serve asks for it, or is gone."""
         from serve_app.ray_serve.carrier_replica import end_with_ray
 
         # Serve awaits it. One of the class would be called by the garbage collector, too.
@@ -234,14 +234,14 @@ class GatewayReplica:
         self._orphaned = asyncio.create_task(end_with_ray(os.getppid(), self.end))
 
     async def drain(self, within_s: float | None = None) -> int:
-        """Let nothing more in; return what is in flight after that time (`limits.drain_s`)."""
+        """Let nothing more in, wait for `limits.drain_s`, and return how many were cut off."""
         return await self._gateway.drain(within_s)
 
     async def check_health(self) -> None:
-        """Answer from the event loop of the API: one that hangs is found, and replaced."""
+        """Answer from the API's event loop, so that a gateway which hangs is replaced."""
 
     def _start(self) -> None:
-        """Start what goes on until the end."""
+        """Start the background tasks."""
         self._gateway.manager.start()
         if self._access.keys is not None:
             self._watching = asyncio.create_task(self._access.keys.watch(self._note_keys))
@@ -252,7 +252,7 @@ class GatewayReplica:
             self._reshaping = asyncio.create_task(self._allocator.run())
 
     def _note_keys(self) -> None:
-        """Write down that the file of keys was read again."""
+        """Write to the audit log that the key file was read again."""
         file, manager = self._access.keys, self._gateway.manager
         assert file is not None
         if file.problem is None:
@@ -262,7 +262,7 @@ class GatewayReplica:
         self._gateway.metrics.know_tenants(self._access.tenants)
 
     async def _leave_to_another(self) -> None:
-        """Decide nothing more that lasts: a gateway that takes this one's place goes on there."""
+        """Make no more lasting decisions: the gateway that replaces this one makes them."""
         if self._reshaping is not None:
             # Its replicas stay.
             self._reshaping.cancel()
@@ -283,14 +283,14 @@ class GatewayReplica:
 
 
 class DeciderReplica(GatewayReplica):
-    """The gateway's one replica where others carry for it: all but connections is here."""
+    """The gateway's only deciding replica; carriers hold the connections for it."""
 
     _decider: Decider | None = None
 
     def _hold_port(self, options: GatewayOptions) -> None:
-        """Hold none: carriers listen."""
+        """Do nothing: carriers listen."""
 
-    def _asked(self, backends: Mapping[str, Backend]) -> Mapping[str, Backend]:
+    def _senders(self, backends: Mapping[str, Backend]) -> Mapping[str, Backend]:
         return {name: CarriedPool(backend) for name, backend in backends.items()}
 
     async def reconfigure(self, address: dict[str, Any]) -> None:
@@ -307,19 +307,19 @@ class DeciderReplica(GatewayReplica):
             await self._decider.start()
 
     async def where(self) -> str:
-        """Return the path of the socket where carriers are listened for."""
+        """Return the path of the socket on which it listens for carriers."""
         assert self._decider is not None
         return self._decider.path
 
     async def check_health(self) -> None:
-        """Fail where it listens for nobody, or has to be replaced by what is installed now."""
+        """Fail where it no longer listens, or a newer version is installed."""
         if self._decider is None or not self._decider.is_up:
             raise RuntimeError("the decider does not listen any more")
         if self._decider.outdated is not None:
             raise RuntimeError(self._decider.outdated)
 
     async def end(self) -> None:
-        """Answer what was let in; carriers end by themselves."""
+        """Answer the requests that were let in; carriers end by themselves."""
         if self._decider is not None:
             await self._leave_to_another()
             await self._decider.resign()
@@ -329,7 +329,7 @@ class DeciderReplica(GatewayReplica):
 
 
 async def check_no_proxy(host: str, port: int) -> None:
-    """Refuse (OSError) a port of Ray Serve's HTTP proxy: it would share it, and answer half."""
+    """Refuse (OSError) the port of Ray Serve's HTTP proxy: both would listen and share requests."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     origin = Origin.of(url_of(host, port))
     client, head = UpstreamClient(_PROXY_S), origin.head(b"GET", b"/-/healthz", b"", 0)
@@ -384,7 +384,7 @@ def find_cluster(options: GatewayOptions) -> Cluster:
 
 
 def load_policy(cluster: Cluster, options: GatewayOptions) -> LoadedPolicy:
-    """Load the policy that a gateway will ask, or what stands in for it.
+    """Load the policy that a gateway asks, or its stand-in.
 
     Raises:
         ValueError: It is not known; or missing or broken, where that is refused.
@@ -407,7 +407,7 @@ def plan_origin(cluster: Cluster, options: GatewayOptions) -> "PlanOrigin | None
 
 
 def registry_of(options: GatewayOptions) -> str | None:
-    """Return where champions are looked up; None: nowhere. A path is one of this machine."""
+    """Return the registry that champions are looked up in, or None; a path is local."""
     uri = options.registry or os.environ.get(REGISTRY_VARIABLE)
     path = (uri or "").removeprefix(_SQLITE)
     return f"{_SQLITE}{Path(path).absolute()}" if path != (uri or "") else uri or None
@@ -429,14 +429,14 @@ def local_admin_of(options: GatewayOptions) -> bool:
 
 
 def make_access(cluster: Cluster, options: GatewayOptions) -> Access:
-    """Say who may use the gateway and who may change it; keys are not read yet."""
+    """Make the rules of who may use and who may change the gateway; keys are read later."""
     path = cluster.gateway.keys
     keys = None if path is None else KeyFile(path)
     return Access(token_of(options), admin_token_of(options), local_admin_of(options), keys)
 
 
 def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Any:
-    """Make Ray Serve's application of a gateway and its pools."""
+    """Make Ray Serve's application: a gateway and its pools."""
     from serve_app.ray_serve.carrier_replica import CarrierReplica
     from serve_app.ray_serve.replica import bind_pool
 
@@ -463,7 +463,7 @@ def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Any:
 def _deployed(
     kind: type[Any], name: str, num_replicas: int, cluster: Cluster, options: GatewayOptions
 ) -> Any:
-    """Say how Serve keeps the replicas of one kind."""
+    """Return the settings of one deployment."""
     from ray import serve
 
     deploy = serve.deployment(

@@ -47,7 +47,7 @@ class EngineProfile(EngineSpeed):
 
 
 class EndpointProfile(IterationSpeed):
-    """How fast an endpoint is; what is left out is what it says itself, or else what is assumed."""
+    """How fast an endpoint is; for a missing field, what it publishes or a default counts."""
 
     max_batch: Annotated[int, Field(ge=1)] | None = None
     """Where nobody says: 256, vLLM's default."""
@@ -58,7 +58,7 @@ class EndpointProfile(IterationSpeed):
     source: Literal["declared"] = "declared"
 
     def completed(self, max_batch: int | None, kv_capacity_tokens: float | None) -> EngineProfile:
-        """Fill in what an endpoint says of itself; None: it does not."""
+        """Fill missing fields with what an endpoint publishes; None: it publishes nothing."""
         batch = self.max_batch or max_batch or 256
         defaults = {
             "max_batch": batch, "token_budget": max(2048, 2 * batch),
@@ -185,7 +185,7 @@ AnyPool = Annotated[Pool | ExternalPool, Field(discriminator="kind")]
 
 
 class PlanMessage(FrozenModel):
-    """A plan, as a file or a person gives it."""
+    """A plan, as a file or a person writes it."""
 
     parallelism: Parallelism
     num_gpus: Annotated[int, Field(ge=1, le=1024)]
@@ -196,7 +196,7 @@ class PlanMessage(FrozenModel):
 
 
 class ReshapingLimits(FrozenModel):
-    """What no policy may pass when it reshapes a pool, besides the limits of its scenario."""
+    """Limits on how a policy reshapes a pool, besides those of its scenario."""
 
     min_replicas: Annotated[int, Field(ge=0)] = 1
     """Replicas that stay ready during a change; 0 lets service pause while requests wait."""
@@ -213,7 +213,7 @@ class ReshapingLimits(FrozenModel):
 
 
 class AllocatedPool(ReshapingLimits):
-    """A pool whose plan, what its replicas look like and how many there are, a policy decides."""
+    """A pool whose plan (its replicas' shape and number) a policy decides."""
 
     scenario: str
     """Allocation scenario whose GPUs, model, SLO, slot and limits hold: a shipped name or a
@@ -258,7 +258,7 @@ class SloClass(FrozenModel):
 
 
 class Limits(FrozenModel):
-    """What one request, and all of them together, may ask for."""
+    """What one request may ask for, and all requests together."""
 
     max_in_flight: Annotated[int, Field(ge=1)] = 256
     """Requests accepted and not yet answered; one more gets 429 and a Retry-After."""
@@ -287,7 +287,7 @@ class Limits(FrozenModel):
 
 
 class QueueSettings(FrozenModel):
-    """How requests wait at the gateway where every replica that could take them is full."""
+    """How requests wait at the gateway while every replica for them is full."""
 
     max_requests: Annotated[int, Field(ge=1)] = 1000
     """Requests that wait; one more gets 429. They are in flight: see `limits.max_in_flight`."""
@@ -331,7 +331,7 @@ class OutlierEjection(FrozenModel):
 
 
 class TlsFiles(FrozenModel):
-    """A certificate for callers; both files are read anew when they change."""
+    """Certificate and key of the gateway; both are read again when they change."""
 
     certificate: GatewayPath
     """PEM, with those of its issuers after it."""
@@ -340,13 +340,13 @@ class TlsFiles(FrozenModel):
 
 
 class Cors(FrozenModel):
-    """Sites whose pages may ask, such as `https://chat.example.com`; `*`: any."""
+    """Sites whose pages may send requests, such as `https://chat.example.com`; `*`: any."""
 
     origins: Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class GatewaySettings(FrozenModel):
-    """Where the gateway goes, in how many processes, its files, and its routes."""
+    """Address, processes, files and routes of the gateway."""
 
     cpus: Annotated[float, Field(ge=0)] = 0.1
     """CPUs that each process reserves; 0 lets it onto a head node that offers none."""

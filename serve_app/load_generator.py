@@ -45,7 +45,7 @@ _ARRIVALS = 1 << 41
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig(TraceOptions):
-    """What is sent where, and when."""
+    """Which requests are sent, where and when."""
 
     url: str = "http://127.0.0.1:8000"
     """Where it listens."""
@@ -87,7 +87,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class ReplayedAnswer:
-    """What became of it; times in seconds since it was due, NaN where there is none."""
+    """The result of a request; times in seconds since it was due, NaN where missing."""
 
     response_s: float
     ttft_s: float
@@ -97,7 +97,7 @@ class ReplayedAnswer:
 
 
 def read_stretches(config: LoadConfig, count: int) -> list[Trace]:
-    """Return `count` consecutive parts of the traffic, each `duration_s` long, from second 0 on.
+    """Return `count` consecutive parts of the traffic, each `duration_s` long.
 
     Raises:
         ValueError: The trace cannot be read, nothing arrives in a part, or a number means nothing.
@@ -129,7 +129,7 @@ def read_stretches(config: LoadConfig, count: int) -> list[Trace]:
 
 
 def make_asks(config: LoadConfig, trace: Trace, words_per_token: float, longest: int) -> list[Ask]:
-    """Write prompts of the wanted lengths; what is longer than the model is cut."""
+    """Write prompts of the given lengths, cut to what the model can hold."""
     asks = []
     for index in range(trace.num_requests):
         context = max(int(trace.context_tokens[index] * config.length_scale), 1)
@@ -161,7 +161,7 @@ def _words(
 
 
 class ServerError(Exception):
-    """The server broke off an answer, and said why."""
+    """The server ended an answer with an error."""
 
 
 class EventReader:
@@ -208,7 +208,7 @@ class EventReader:
 
 
 class Client:
-    """Asks one endpoint."""
+    """Sends requests to one endpoint."""
 
     def __init__(self, config: LoadConfig) -> None:
         token = config.token or os.environ.get("TOKENYARD_TOKEN")
@@ -234,7 +234,7 @@ class Client:
         return answer.json()
 
     async def switch(self, policy: str) -> None:
-        """Let another policy decide; a ValueError says why the server refuses."""
+        """Change the policy; a ValueError says why the server refuses."""
         token = os.environ.get("TOKENYARD_ADMIN_TOKEN")
         headers = {"Authorization": f"Bearer {token}"} if token else None
         answer = await self._http.post("/v1/policy", json={"policy": policy}, headers=headers)
@@ -242,7 +242,7 @@ class Client:
             raise ValueError(f"policy {policy!r}: {answer.json().get('detail', answer.text)}")
 
     async def send(self, ask: Ask, due_s: float) -> ReplayedAnswer:
-        """Send a request when it is due, on the clock of `time.perf_counter`, and read it all."""
+        """Send a request when it is due by `time.perf_counter`, and read the whole answer."""
         await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))
         body = {
             "model": self.model,
@@ -303,7 +303,7 @@ def _message(response: httpx.Response) -> str:
 async def replay(
     client: Client, asks: list[Ask], done: dict[int, ReplayedAnswer] | None = None
 ) -> tuple[list[ReplayedAnswer], float]:
-    """Send every request when it is due, whatever has become of others; also the time it took.
+    """Send every request when it is due, whatever happened to others; also return the time taken.
 
     `done` gets every answer, by the index of its request, as soon as it has ended.
     """
@@ -318,7 +318,7 @@ async def replay(
 
 
 def as_sent(trace: Trace, answers: list[ReplayedAnswer]) -> Trace:
-    """Return a trace with the lengths that the server counted, of the requests it answered."""
+    """Return a trace of the answered requests, with the lengths that the server counted."""
     done = np.array([answer.failure is None for answer in answers])
     return Trace(
         trace.arrival_s[done],
@@ -335,7 +335,7 @@ def summarise(
     ttft_slo_s: float | None = None,
     tpot_slo_s: float | None = None,
 ) -> dict[str, float]:
-    """Metrics of one replay, as docs/metrics.md defines them; None: no SLO on that."""
+    """Return the metrics of one replay, see docs/metrics.md; None: no SLO on that."""
     response_s = np.array([answer.response_s for answer in answers])
     ttft_s = np.array([answer.ttft_s for answer in answers])
     arrival_s = np.array([ask.arrival_s for ask in asks])

@@ -1,4 +1,4 @@
-"""Models by the names that callers ask for: which pools serve them, and how long texts may be."""
+"""Models by their public names: which pools serve them, and how long texts may be."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from serve_app.cluster import Cluster, ExternalPool, Pool
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model, or an adapter of one, by the name that callers ask for."""
+    """A model, or an adapter of one, with its public name."""
 
     name: str
     parent: str | None
@@ -31,7 +31,7 @@ class ServedModel:
 
 
 class ModelCatalog:
-    """What a cluster serves."""
+    """The models of a cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.default = cluster.served_model
@@ -44,11 +44,11 @@ class ModelCatalog:
                 self.models[name] = _served(cluster, name, cluster.model_of(pool))
 
     def find(self, name: str | None) -> ServedModel | None:
-        """Return the model of that name, the cluster's own for None; None: there is none."""
+        """Return the model of a name, or the cluster's own for None; None: it is not served."""
         return self.models.get(self.default if name is None else name)
 
     def refusal(self, name: str) -> str:
-        """Say that a model is not served."""
+        """Return the error for a model that is not served."""
         names = ", ".join(map(repr, self.models))
         are = "is" if len(self.models) == 1 else "are"
         return f"model {name!r} is not served here; {names} {are}"

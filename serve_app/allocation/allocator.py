@@ -71,12 +71,12 @@ class PoolControl(Protocol):
         """Requests that wait now."""
 
     def record(self, slot: SlotRecord) -> None:
-        """Keep what is known of a slot that is over; called in a thread."""
+        """Write down what a slot that is over was like; called in a thread."""
 
 
 @dataclass
 class Change:
-    """One change of plan, or one that was not made."""
+    """A change of plan, made or refused."""
 
     time_s: float
     """When it was decided, Unix time."""
@@ -91,7 +91,7 @@ class Change:
 
 
 class Allocator:
-    """Decides and reshapes; not thread-safe, one event loop runs it."""
+    """Decides on plans and carries them out; one event loop runs it."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Allocator:
         clock_s: Callable[[], float] = steady_unix_s,
         origin: PlanOrigin = BUILT_IN,
     ) -> None:
-        """Take everything; nothing is started before `run`.
+        """Prepare the loop; nothing is started before `run`.
 
         `start` is the first plan; None: the cheapest that serves half of what the pool can.
         `time_scale` is seconds of real time per second of the scenario, and `clock_s` Unix time
@@ -146,7 +146,7 @@ class Allocator:
         self._offered_before = pool.num_offered()
 
     async def run(self) -> None:
-        """Begin with the plan of the start, or what a former run has left; then go on for ever."""
+        """Begin with the saved plan, or else with that of the start; then run without end."""
         is_begun = False
         while True:
             try:
@@ -168,7 +168,7 @@ class Allocator:
         self._begin("start", old, self.plan, why)
 
     async def tick(self) -> None:
-        """Look, decide where a slot is over, and take the next step towards the plan."""
+        """Look at the pool, decide if a slot is over, and take the next step towards the plan."""
         self.held = await self._pool.observe()
         if self._slot_now() < self.limits.slot:
             self._offered_before = self._pool.num_offered()
@@ -186,7 +186,7 @@ class Allocator:
     def set_policy(
         self, name: str, policy: AllocationPolicy, origin: PlanOrigin = BUILT_IN
     ) -> None:
-        """Let another policy decide; a plan that was set by hand is no longer kept."""
+        """Let another policy decide; a plan that was set by hand no longer holds."""
         self.policy_name, self._policy, self.origin = name, policy, origin
         self._hangs, self.by_hand = False, False
 
@@ -205,7 +205,7 @@ class Allocator:
         self.by_hand = True
 
     def saved(self) -> dict[str, Any]:
-        """What a person has set and which changes were made lately, for `restore`."""
+        """What a person has set and which changes were made lately; `restore` reads it."""
         return {
             "plan": asdict(self.plan) if self.by_hand else None,
             "dry_run": self.dry_run if self.dry_run != self.settings.dry_run else None,
@@ -213,7 +213,7 @@ class Allocator:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take up what a person had set and what is left of the switch budget; before `run`.
+        """Restore what a person had set and what is left of the switch budget; called before `run`.
 
         Raises:
             ValueError: It is no plan of this scenario; the rest is taken up.
@@ -229,7 +229,7 @@ class Allocator:
 
     @property
     def is_changing(self) -> bool:
-        """Whether a change is on its way."""
+        """Whether the pool is being reshaped."""
         return self._change is not None
 
     @property
@@ -238,7 +238,7 @@ class Allocator:
         return self.limits.may_switch and not self.is_changing and not self.by_hand
 
     def predicted(self, plan: Plan, demand_per_s: float) -> tuple[float, float]:
-        """Dollars for GPUs, and SLO violations, of a slot of that demand under a plan in force."""
+        """GPU cost, dollars, and SLO violations predicted for a slot of a demand under a plan."""
         i = self.table.find(plan)
         run_slot(self._model, i, i, demand_per_s, 0.0, self._out)
         return float(self._out[USD]), float(self._out[VIOLATIONS])
@@ -289,7 +289,7 @@ class Allocator:
             self._note(by, plan, "refused", refusal)
 
     async def _decide(self) -> tuple[Plan, By]:
-        """Ask the policy, or who stands in for it; what comes back is feasible."""
+        """Ask the policy, or its stand-in; the plan that it returns is feasible."""
         demand_per_s = list(self.demand_per_s)
         demand_per_s[-1] = steady(self._requests) / self.scenario.slot_s
         state = AllocationState(
@@ -353,7 +353,7 @@ class Allocator:
         logger.info("allocation: %s to %s: %s", format_plan(old), format_plan(new), reason)
 
     def _keep_time(self) -> None:
-        """Note how far a change has come; give up one that takes too long."""
+        """Note how far a change has come; give it up when it takes too long."""
         change = self._change
         if change is None:
             return
@@ -374,7 +374,7 @@ class Allocator:
 
 
 def steady(requests: Sequence[float], enough: float = 4000.0, sigmas: float = 3.0) -> float:
-    """Requests per slot now: the mean of the last slots, as far back as they are alike.
+    """Requests per slot now: the mean of the last slots, back to where demand last changed.
 
     A slot of few requests says little. Slots are added, the latest first, until `enough` requests
     are counted or one differs from the mean so far by more than chance would have it (Poisson).

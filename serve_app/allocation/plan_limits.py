@@ -17,7 +17,7 @@ _FOREVER_SLOTS = 1_000_000
 
 
 class PlanLimits:
-    """Counts the changes of plan, and holds policies to what the scenario and the file allow."""
+    """Counts changes of plan, and holds policies to the limits of scenario and cluster file."""
 
     def __init__(
         self, scenario: AllocationScenario, table: PlanTable, limits: ReshapingLimits, slot: int
@@ -32,7 +32,7 @@ class PlanLimits:
         """Changes by the period of the switch budget."""
 
     def start(self) -> Plan:
-        """The cheapest plan that serves half of what the pool can, and that can be left again."""
+        """The cheapest plan with half of the pool's capacity that can still be changed later."""
         table = self._table
         smallest = table.plans[min(table.best_memory, key=lambda i: float(table.usd_per_hour[i]))]
         plans = [i for i in table.best_memory if self._is_reachable(table.plans[i], smallest)]
@@ -74,7 +74,7 @@ class PlanLimits:
         return self.since_slots >= wait_slots and self.switches_left != 0
 
     def attainable(self, now: Plan, wanted: Plan) -> Plan:
-        """The plan that was asked for, or what comes closest of those that can be left again.
+        """The plan that was asked for, or the closest that can still be changed later.
 
         One replica on all GPUs is a trap: nothing can start beside it, and it may not stop before.
         """
@@ -108,7 +108,7 @@ class PlanLimits:
         )
 
     def saved(self) -> dict[str, Any]:
-        """What is left of the switch budget, and when the pool last changed, as JSON has it."""
+        """The rest of the switch budget and the time of the last change, for JSON."""
         return {
             "slot": self.slot,
             "since_slots": self.since_slots,
@@ -117,7 +117,7 @@ class PlanLimits:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take up what was saved, unless its slots were shorter than ours are."""
+        """Restore what was saved, unless its slots were shorter than ours."""
         if self.slot >= int(saved["slot"]):
             self.since_slots = int(saved["since_slots"]) + self.slot - int(saved["slot"])
             self._grown_slot = int(saved["grown_slot"])

@@ -140,7 +140,7 @@ def cheapest_for(table: PlanTable, demand_per_s: float, among: Sequence[int] | N
 
 
 def plan_of(table: PlanTable, held: Mapping[Shape, Held]) -> Plan | None:
-    """The feasible plan that replicas which are there come closest to; None: there are none."""
+    """The feasible plan that is closest to some replicas; None: there are no replicas."""
     serving = {shape: replicas.wanted for shape, replicas in held.items() if replicas.wanted}
     if not serving:
         return None
@@ -183,7 +183,7 @@ def find_plan(
 
 
 def modelled(model: Model, plan: int, demand_per_s: float) -> SlotMeasurements:
-    """A slot of a plan in force as the performance model has it for the demand that came."""
+    """What the performance model predicts for a slot under a plan with the demand that came."""
     out = np.zeros(NUM_OUT)
     run_slot(model, plan, plan, demand_per_s, 0.0, out)
     return measurements(out)

@@ -70,7 +70,7 @@ class ServeReplicaSets:
         return sum(replica.status.num_waiting for replica in self._gateway.table.replicas.values())
 
     def record(self, slot: SlotRecord) -> None:
-        """Keep what is known of a slot that is over."""
+        """Write down what a slot that is over was like."""
         if self._log is not None:
             append_record(self._log / TELEMETRY_FILE, slot)
 
@@ -212,7 +212,7 @@ def pool_of(template: Pool, shape: Shape) -> Pool:
 
 
 def parse_shape(name: str) -> Shape | None:
-    """Read `Shape.name`; None: it is none."""
+    """Read `Shape.name`; None: the text is no such name."""
     parts = name.split("-")
     if len(parts) != 3 or [part.rstrip("0123456789") for part in parts] != ["tp", "pp", "m"]:
         return None

@@ -38,7 +38,7 @@ class Shape:
 
 
 def shape_of(plan: Plan) -> Shape:
-    """The shape of a plan's replicas; its batch limit is changed while they run."""
+    """The shape of a plan's replicas, without its batch limit, which can change while they run."""
     return Shape(plan.tensor_parallel, plan.pipeline_parallel, plan.memory_fraction)
 
 
@@ -54,12 +54,12 @@ class Held:
 
     @property
     def num_alive(self) -> int:
-        """Replicas that hold GPUs, those that were asked for and cannot be seen yet included."""
+        """Replicas that hold GPUs, including those that are still to start."""
         return max(self.ready + self.starting, self.wanted) + self.stopping
 
     @property
     def num_serving(self) -> int:
-        """Ready replicas that nobody has asked to stop."""
+        """Ready replicas that are to stay."""
         return min(self.ready, self.wanted)
 
 
@@ -69,7 +69,7 @@ def gpus_held(held: Mapping[Shape, Held]) -> int:
 
 
 def is_done(held: Mapping[Shape, Held], target: Shape, count: int) -> bool:
-    """Whether nothing but the target is left."""
+    """Whether there are only replicas of the target."""
     others = (replicas for shape, replicas in held.items() if shape != target)
     here = held.get(target, Held())
     return here == Held(wanted=count, ready=count) and not any(other.num_alive for other in others)
@@ -119,7 +119,7 @@ def _make_room(
     budget: int,
     minimum: int,
 ) -> None:
-    """Ask for fewer of the others, at most half: the other half serves until new ones are ready."""
+    """Stop at most half of the other replicas: the rest serves until new ones are ready."""
     missing = (count - wanted[target]) * target.num_gpus - (budget - gpus_held(held))
     serving = sum(replicas.num_serving for replicas in held.values())
     others = [shape for shape, replicas in held.items() if shape != target and replicas.num_serving]

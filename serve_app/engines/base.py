@@ -23,7 +23,7 @@ class EngineError(RuntimeError):
 
 
 class EngineFull(EngineError):
-    """An engine that takes no more requests for now."""
+    """The engine takes no more requests for now."""
 
 
 class InvalidRequest(EngineError):
@@ -68,7 +68,7 @@ class Generation:
 # Not frozen: that takes twice as long to make, and every token makes one.
 @dataclass(slots=True)
 class Chunk:
-    """What one iteration added to a request."""
+    """What one iteration added to an answer."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
@@ -77,7 +77,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What a replica tells of itself."""
+    """What a replica publishes about itself."""
 
     num_waiting: int
     num_running: int
@@ -92,7 +92,7 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine tells of itself, in the simulator's units."""
+    """What an engine reports about itself, in the simulator's units."""
 
     num_waiting: int
     """Requests queued and not yet started."""

@@ -1,4 +1,4 @@
-"""A replica that stands in for hardware which is not there: a small model, held to its pace.
+"""A replica that stands in for missing hardware: a small model, slowed down to its pace.
 
 Everything is real but the speed: requests are admitted, batched, computed and streamed, and every
 iteration is made to last as long as the performance model states for the hardware that is named.
@@ -30,7 +30,7 @@ class Pace:
         self._due_s = 0.0
 
     def begin(self) -> float:
-        """Return when the iteration that begins now should have begun, by `time.perf_counter`."""
+        """Return when the iteration that begins now was due to begin, by `time.perf_counter`."""
         now_s = time.perf_counter()
         return self._due_s if now_s - self._due_s < _CATCH_UP_S else now_s
 

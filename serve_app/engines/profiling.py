@@ -126,7 +126,7 @@ async def _alone_on_this_machine() -> AsyncIterator[None]:
 
 
 def _open_lock(folder: Path) -> int:
-    """Open this user's lock file; a link that somebody else has put there is not followed."""
+    """Open this user's lock file, but follow no link: another user could have put it there."""
     path = folder / f"tokenyard-speed-{os.getuid()}.lock"
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
@@ -192,7 +192,7 @@ def _batch_sizes(largest: int) -> list[int]:
 
 
 class _Probe:
-    """Sends requests and notes what the engine says of its iterations."""
+    """Sends requests and records the engine's iterations."""
 
     def __init__(self, engine: Engine, vocab_size: int, seed: int) -> None:
         self._engine = engine
@@ -219,7 +219,7 @@ class _Probe:
     async def decode(
         self, num_sequences: int, context: int, num_new: int
     ) -> tuple[list[Row], float]:
-        """Measure iterations of a full batch; returns them and tokens per second."""
+        """Measure iterations of a full batch; return them and tokens per second."""
         batch = _Batch(num_sequences, context)
         tasks = [
             asyncio.ensure_future(self._run(batch, context, num_new)) for _ in range(num_sequences)
@@ -234,7 +234,7 @@ class _Probe:
         return batch.rows, batch.tokens_per_s()
 
     async def _quiet(self) -> None:
-        """Wait until what was broken off no longer runs."""
+        """Wait until aborted requests no longer run."""
         deadline_s = time.monotonic() + _QUIET_S
         while self._engine.stats().num_running > 0 and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)
@@ -265,7 +265,7 @@ class _Batch:
         return len(self.rows) >= DECODE_STEPS
 
     def note(self, num_tokens: int, stats: EngineStats) -> None:
-        """Take a chunk; a new time of a full batch is a new iteration."""
+        """Record a chunk; the first chunk with a new time starts a new iteration."""
         self._cached += num_tokens
         now_s = time.perf_counter()
         full = stats.last_batch_size == self._num_sequences

@@ -1,4 +1,4 @@
-"""Texts out of an engine: its tokens decoded, up to a stop string, and its places given out."""
+"""Text from an engine: its tokens decoded, up to a stop string, with a limit on the batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tokenyard.routing.types import OrderKey
 # Not frozen: that takes twice as long to make, and every token makes one.
 @dataclass(slots=True)
 class TextChunk:
-    """What an answer grew by."""
+    """A piece of an answer."""
 
     text: str
     num_tokens: int
@@ -34,12 +34,12 @@ class TextChunk:
 
 
 class TextEngine:
-    """An engine that is started, with its tokenizer; counts what it answers."""
+    """A started engine with its tokenizer; it counts what it answers."""
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, max_batch: int, max_waiting: int, most: int
     ) -> None:
-        """Answer with an engine that is started; it holds `most` requests, whatever they do."""
+        """Answer with a started engine, which holds at most `most` requests."""
         self._engine, self._tokenizer = engine, tokenizer
         self._slots = BatchLimit(max_batch)
         self._max_waiting, self._most = max_waiting, most
@@ -75,7 +75,7 @@ class TextEngine:
 
     @asynccontextmanager
     async def _place(self, order_key: OrderKey | None) -> AsyncGenerator[None, None]:
-        """Hold a place in the batch, waited for by the order key."""
+        """Hold a place in the batch; requests wait for it by their order keys."""
         self._num_held += 1
         try:
             await self._slots.enter(order_key)
@@ -94,11 +94,11 @@ class TextEngine:
             raise EngineFull(f"{self._num_held} requests are being answered already")
 
     def limit_batch(self, max_batch: int) -> None:
-        """Run so many sequences at once, at most those of the start; those that run go on."""
+        """Run that many sequences at once, at most the engine's own limit; running ones go on."""
         self._slots.resize(max_batch)
 
     def status(self) -> EngineStatus:
-        """Tell the state as of now."""
+        """Return the present state."""
         stats = self._engine.stats()
         return EngineStatus(
             num_waiting=stats.num_waiting + self._slots.num_waiting,
@@ -110,7 +110,7 @@ class TextEngine:
         )
 
     async def drain(self) -> None:
-        """Take nothing more; return once all that was taken is answered."""
+        """Take no more requests; return once all are answered."""
         self._draining = True
         await self._slots.emptied()
         await self._engine.drain()

@@ -1,4 +1,4 @@
-"""Texts and tokens: a tokenizer, and what a stream of tokens is as a stream of text."""
+"""Tokenizers, and how a stream of tokens becomes a stream of text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int | None:
-        """Token ids are below it; None: not known."""
+        """All token ids are below it; None: it is not known."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
 
 
 class ChatRefused(ValueError):
-    """A conversation that a model's template does not take; the text says why."""
+    """The template of a model refuses a conversation; the text says why."""
 
 
 class HuggingFaceTokenizer:
@@ -62,7 +62,7 @@ class HuggingFaceTokenizer:
 
     @property
     def vocab_size(self) -> int | None:
-        """Token ids are below it."""
+        """All token ids are below it."""
         return len(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -121,7 +121,7 @@ def _load(folder: Path) -> Any:
 
 
 class EstimatingTokenizer:
-    """Counts tokens where nobody knows them: four characters each.
+    """Counts four characters as a token, for models whose tokenizer is not known.
 
     For gateways before external pools only, whose endpoints tokenise themselves.
     """
@@ -140,12 +140,12 @@ class EstimatingTokenizer:
         return self.encode(plain_chat(messages))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Cannot be done."""
+        """Raise: estimated tokens have no text."""
         raise NotImplementedError("texts of external pools come decoded")
 
 
 class EstimatedTokens(Sequence[int]):
-    """A number for every four characters of a text, made when somebody looks."""
+    """A number for every four characters of a text, computed on access."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -160,11 +160,11 @@ class EstimatedTokens(Sequence[int]):
         return ids
 
     def __len__(self) -> int:
-        """Characters over four."""
+        """Return the number of characters over four."""
         return -(-len(self._text) // _ESTIMATE_CHARACTERS)
 
     def __iter__(self) -> Iterator[int]:
-        """All of them."""
+        """Go through all numbers."""
         return iter(self._ids)
 
     @overload
@@ -172,18 +172,18 @@ class EstimatedTokens(Sequence[int]):
     @overload
     def __getitem__(self, at: slice) -> list[int]: ...
     def __getitem__(self, at: int | slice) -> int | list[int]:
-        """Equal for equal characters."""
+        """Return a number that is equal for equal characters."""
         return self._ids[at]
 
 
 def plain_chat(messages: Sequence[Mapping[str, str]]) -> str:
-    """Write a conversation down for a model without a template of its own."""
+    """Write a conversation as text, for a model without a chat template."""
     lines = [f"{message['role']}: {message['content']}" for message in messages]
     return "\n".join([*lines, "assistant:"])
 
 
 class Detokenizer:
-    """Turns tokens that come one after the other into text that never has to be taken back.
+    """Turns a stream of tokens into text that never has to be taken back.
 
     A character may take several tokens, and how a token reads may depend on the one before it: so
     a few tokens of context are decoded again each time, and an unfinished character is held back.
@@ -201,7 +201,7 @@ class Detokenizer:
         return self._take(hold=True)
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the text that was held back."""
         return self._take(hold=False) if self._read < len(self._ids) else ""
 
     def _take(self, hold: bool) -> str:
@@ -214,7 +214,7 @@ class Detokenizer:
 
 
 class StopFinder:
-    """Cuts a stream of text at the first of some strings, even where it spans several pieces."""
+    """Cuts a stream of text at the first stop string, even one that spans several pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -222,7 +222,7 @@ class StopFinder:
         self.found = False
 
     def push(self, text: str) -> str:
-        """Return what is certainly before any stop string."""
+        """Return the text that certainly precedes any stop string."""
         if not self._stops:
             return text
         self._held += text
@@ -233,7 +233,7 @@ class StopFinder:
         return self._release(len(self._held) - self._num_suspect())
 
     def finish(self) -> str:
-        """Return what was held back for a stop string that did not come."""
+        """Return the text that was held back as the possible beginning of a stop string."""
         return "" if self.found else self._release(len(self._held))
 
     def _release(self, count: int) -> str:

@@ -148,7 +148,7 @@ def _load(config: EngineConfig, folder: str, gauge: _Gauge) -> Any:
     )
 
     class Recorder(StatLoggerBase):
-        """Passes on what vLLM counts."""
+        """Passes on the counts of vLLM."""
 
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             pass
@@ -169,7 +169,7 @@ def _load(config: EngineConfig, folder: str, gauge: _Gauge) -> Any:
 
 
 class _Gauge:
-    """The last that was heard of vLLM's scheduler."""
+    """The latest counts of vLLM's scheduler."""
 
     def __init__(self) -> None:
         self.num_running = 0
@@ -182,7 +182,7 @@ class _Gauge:
 
     @property
     def num_running_if_full(self) -> int | None:
-        """How many run, where others have to wait for them."""
+        """How many run while others have to wait for them."""
         return self.num_running if self.num_waiting and self.num_running else None
 
     def note(self, scheduler: Any, iteration: Any) -> None:
@@ -218,7 +218,7 @@ def _sampling_params(sampling: Sampling) -> Any:
 
 
 def _finish_reason(reason: str | None) -> FinishReason | None:
-    """Name vLLM's reasons like ours; those that stand for a failure are an EngineError."""
+    """Map vLLM's finish reasons to ours; those of failures raise an EngineError."""
     if reason in (None, "stop", "length", "abort"):
         return cast("FinishReason | None", reason)
     raise EngineError(f"vLLM ended the request with {reason!r}")

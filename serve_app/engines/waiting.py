@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 
 def write_order_key(key: OrderKey) -> str:
-    """Lay a key out as text: its numbers, without infinite ones at the end."""
+    """Write a key as text: its numbers, without infinite ones at the end."""
     if key.late_at_s == key.late_key_s == math.inf:
         return repr(key.key_s)
     numbers = key[:2] if key.late_key_s == math.inf else key
@@ -23,7 +23,7 @@ def write_order_key(key: OrderKey) -> str:
 
 
 def read_order_key(text: str) -> OrderKey:
-    """Read what `write_order_key` wrote; a ValueError says that it is something else."""
+    """Read what `write_order_key` wrote; anything else is a ValueError."""
     numbers = [float(part) for part in text.split()]
     if not 1 <= len(numbers) <= len(OrderKey._fields) or any(map(math.isnan, numbers)):
         raise ValueError(f"an order key is {text!r}")
@@ -34,13 +34,13 @@ def read_order_key(text: str) -> OrderKey:
 
 
 class ArrivalKeys:
-    """Keys of requests that come without one: the times when they come, which never go back."""
+    """Keys for requests without one: their arrival times, which never decrease."""
 
     def __init__(self, clock_s: Callable[[], float] = time.time) -> None:
         self._clock_s, self._last_s = clock_s, -math.inf
 
     def key(self, order_key: OrderKey | None) -> OrderKey:
-        """Return the key of a request that comes now; it is its own where it has one."""
+        """Return a request's own key, or else the time."""
         if order_key is not None:
             return order_key
         self._last_s = max(self._last_s, self._clock_s())
@@ -53,7 +53,7 @@ def priority_of(key_s: float) -> int:
 
 
 class WaitingLine(Generic[Item]):
-    """Those who wait, lowest key first, and of equal keys who came first.
+    """Waiting requests, lowest key first, and of equal keys the first to come.
 
     Who is late gives its place up only when it has become the first, as in the simulator: keys only
     grow, so the first is the right one as soon as it is not late, or has gone back before.
@@ -65,18 +65,18 @@ class WaitingLine(Generic[Item]):
         self._numbers = itertools.count()
 
     def add(self, item: Item, key: OrderKey) -> None:
-        """Let one wait; times of its key are those of the clock that the line is asked with."""
+        """Add a request; the times in its key are by the clock that `pop` is given."""
         # No two have one number, so items are never compared.
         insort(self._entries, (key.key_s, next(self._numbers), key.late_at_s, key.late_key_s, item))
 
     def pop(self, now_s: float) -> Item:
-        """Take out who is first by now."""
+        """Take out the request that is first now."""
         item = next(self.in_order(now_s))
         del self._entries[0]
         return item
 
     def remove(self, item: Item) -> None:
-        """Take out one who gives up; ignored where it does not wait."""
+        """Take out a request that gives up; ignored where it does not wait."""
         self._entries = [entry for entry in self._entries if entry[-1] is not item]
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class WaitingLine(Generic[Item]):
         return len(self._entries)
 
     def in_order(self, now_s: float) -> Iterator[Item]:
-        """Go through all who wait, the one who is first by now first.
+        """Go through the waiting requests, first to last as of now.
 
         Meanwhile the one who was just named may be taken out, and no other.
         """

@@ -1,4 +1,4 @@
-"""A request that was let in: what has come of it so far, and what the log is told of it."""
+"""A request that was let in: its answer so far, and what is logged about it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPLETED = ("stop", "length")
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """A request that was let in, and what has come of its answer so far."""
+    """A request that was let in, and its answer so far."""
 
     request: InferenceRequest
     service_class: SloClass
@@ -63,11 +63,11 @@ class Answer:
 
     @property
     def needs(self) -> tuple[str, bytes]:
-        """Model and route that a replica has to know."""
+        """The model and the route that a replica has to support."""
         return self.model.name, self.request.call.path.partition(b"?")[0]
 
     def fits(self, backend: Backend) -> bool:
-        """Whether the replicas of a pool can answer it."""
+        """Whether the replicas of a pool can answer the request."""
         return (
             (backend.takes_any or self.request.for_engines)
             and self.model.is_served_by(backend.name)
@@ -77,7 +77,7 @@ class Answer:
 
     @property
     def used_tokens(self) -> int:
-        """Tokens that count against its caller: those of an answer, and of a prompt that was read.
+        """Tokens that count against the caller's limits: of the answer, and of a prompt once read.
 
         Whoever leaves before the first token has had the prompt read.
         """
@@ -86,13 +86,13 @@ class Answer:
 
     @property
     def why_cancelled(self) -> str:
-        """Outcome of an attempt that was cancelled: its caller left, or a time was over."""
+        """Outcome of a cancelled attempt: the caller left, or a deadline passed."""
         if not self.wait.expired():
             return "abort"
         return "cut_off" if self.is_cut_off else "timeout"
 
     def tpot_s(self, now_s: float) -> float:
-        """Mean time per token after the first, where the answer ended at `now_s`."""
+        """Mean time per token after the first, if the answer ends at `now_s`."""
         return (now_s - self.arrival_s - self.ttft_s) / max(self.num_tokens - 1, 1)
 
     def attained_slo(self, now_s: float) -> bool | None:

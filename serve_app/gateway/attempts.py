@@ -1,4 +1,4 @@
-"""The attempts to have a request answered: one replica after another, until one has begun."""
+"""The attempts to answer a request: one replica after another, until one begins to answer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _PATIENCE_S = 20.0
 
 
 class Attempts:
-    """Sends requests to replicas, retries where one fails, and notes what comes of it."""
+    """Sends requests to replicas, retries after failures, and records the results."""
 
     def __init__(
         self, backends: Mapping[str, Backend], table: ReplicaTable, picker: ReplicaPicker,
@@ -58,7 +58,7 @@ class Attempts:
         self._max_retries = max_retries
 
     async def run(self, answer: Answer) -> None:
-        """Try replicas until one has begun to answer; errors are those of `Gateway.serve`.
+        """Try replicas until one begins to answer; raises what `Gateway.serve` raises.
 
         One that has no room, or lacks what is asked for, has not failed: another is asked in its
         place, each at most once.
@@ -110,7 +110,7 @@ class Attempts:
             self.placement.fail(replica, sent_s)
 
     async def _pick(self, answer: Answer, waits: bool = True) -> Pick | None:
-        """Choose a replica; hold the request where all are full, wait where none is there."""
+        """Choose a replica; hold the request while all are full, and wait while there is none."""
         if self._holding is not None:
             self._holding.release()  # Who waits goes before who comes.
         by_ray, started_ns = None, 0
@@ -130,7 +130,7 @@ class Attempts:
         return pick
 
     async def _wait_for_replica(self, answer: Answer, since_s: float) -> None:
-        """Wait a while where there is none: a pool that starts, or whose last replica has died."""
+        """Wait a while for a first replica: its pool may start, or replace one that died."""
         while not self._has_replica(answer):
             if self.placement.refresh() - since_s > _PATIENCE_S:
                 return
@@ -138,12 +138,12 @@ class Attempts:
                 await asyncio.sleep(0.05)
 
     def _has_replica(self, answer: Answer) -> bool:
-        """Whether there is one that the request could go to, whatever became of it there."""
+        """Whether there is any replica for the request, tried or not."""
         pools = {replica.pool for replica in self._table.replicas.values() if not replica.draining}
         return any(answer.fits(self.backends[name]) for name in pools)
 
     async def _attempt(self, answer: Answer, pick: Pick, number: int) -> None:
-        """Have the replica that was picked answer, and note what comes."""
+        """Have the chosen replica answer, and record the result."""
         replica, attempt = pick.replica, ReplicaAttempt(self, answer, pick.replica)
         if answer.request.span is not None:
             answer.request.span.place(pick)
@@ -173,7 +173,7 @@ class Attempts:
             self.close(answer, pick, number, outcome, attempt.num_sends)
 
     def close(self, answer: Answer, pick: Pick, attempt: int, outcome: str, num_sends: int) -> None:
-        """Note the end of an attempt in the table, the metrics and the decision log."""
+        """Record the end of an attempt in table, metrics and decision log."""
         if answer.request.span is not None:
             answer.request.span.end_attempt(outcome, num_sends)
         now_s, request_id = self.clock_s(), answer.request.request_id
@@ -201,7 +201,7 @@ class Attempts:
             self._log.write(record)
 
     def _refusal(self, answer: Answer, errors: Sequence[ReplicaFailed]) -> Exception:
-        """What to tell a caller whom no replica has answered."""
+        """Return the error for a caller whom no replica has answered."""
         full = [error for error in errors if isinstance(error, ReplicaFull)]
         if full:
             self.metrics.refused.labels(_REFUSALS.get(type(full[-1]), "replicas full")).inc()
@@ -229,7 +229,7 @@ def _retry_after_s(error: ReplicaFull) -> float:
 
 
 class ReplicaAttempt:
-    """One try to have a replica answer a request."""
+    """One attempt to have a replica answer a request."""
 
     __slots__ = (
         "_answer", "_attempts", "_replica", "downstream", "num_sends", "order_key", "request",
@@ -244,14 +244,14 @@ class ReplicaAttempt:
         self.num_sends = 0
 
     def note_send(self) -> None:
-        """Note that the request goes out to the replica."""
+        """Note that the request is sent."""
         self.num_sends += 1
         self._attempts.metrics.of_pool(self._replica.pool).sends.inc()
 
     def take(
         self, num_tokens: int, finish_reason: FinishReason | None = None, is_whole: bool = False
     ) -> None:
-        """Note what has come: see `serve_app.gateway.exchange.Attempt`."""
+        """Count tokens: see `serve_app.gateway.exchange.Attempt`."""
         answer, attempts, replica = self._answer, self._attempts, self._replica
         if (num_tokens or is_whole) and not answer.num_tokens:
             attempts.placement.availability.begin(answer, replica, self.sent_s)
@@ -267,7 +267,7 @@ class ReplicaAttempt:
         answer.finish_reason = finish_reason
 
     def publish(self, status: EngineStatus) -> None:
-        """Note the state of the replica."""
+        """Record the state of the replica."""
         replica, attempts = self._replica, self._attempts
         pool = attempts.backends.get(replica.pool)
         if pool is not None:

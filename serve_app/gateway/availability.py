@@ -1,4 +1,4 @@
-"""Which replicas a request could be sent to now: those that fit it, are well, and have room."""
+"""Which replicas a request can go to now: those that fit it, are healthy, and have room."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ReplicaStatus = Literal["ready", "draining", "ejected", "full", "unreachable"]
 
 
 class Availability:
-    """Remembers which replicas fail, have no room or lack something, and leaves those out."""
+    """Remembers which replicas fail, are full or lack something, and leaves those out."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Availability:
         return rows
 
     def admitted(self, now_s: float) -> IntArray:
-        """Rows of the replicas that are well and have not said that they are full."""
+        """Rows of the healthy replicas that have not said that they are full."""
         return self._admitted(self._table.offered(now_s, self.stale_after_s))
 
     def with_room(self, rows: IntArray, most: FloatArray | None = None) -> IntArray:
@@ -95,7 +95,7 @@ class Availability:
         return tuple(name for name, pool in self._backends.items() if answer.fits(pool))
 
     def check_not_full(self, answer: Answer, now_s: float) -> None:
-        """Raise ReplicaFull where all replicas that are left for a request have no room."""
+        """Raise ReplicaFull where all remaining replicas for a request are full."""
         if not self.full:
             return
         rows = self._fitting(answer, self._table.offered(now_s, math.inf)).tolist()
@@ -107,7 +107,7 @@ class Availability:
             raise ReplicaFull(reason, self._full_status[name], left_s[name])
 
     def windows(self) -> list[dict[str, Any]]:
-        """Requests in flight at each replica, and how many there may be; None: any number."""
+        """Requests in flight at each replica, and their limit; None: there is none."""
         return [
             {
                 "replica_id": replica.replica_id, "pool": replica.pool,
@@ -118,7 +118,7 @@ class Availability:
         ]  # fmt: skip
 
     def state_of(self, replica: ReplicaState, now_s: float) -> ReplicaStatus:
-        """Whether a replica could be sent a request at a Unix time, seconds, or why not."""
+        """Whether a replica takes requests at a Unix time, seconds, or why not."""
         if replica.draining or not replica.status.accepting:
             return "draining"
         if self.outliers.ejected_s(replica.replica_id):
@@ -146,13 +146,13 @@ class Availability:
             self._metrics.ejections.labels(replica.pool).inc()
 
     def note_full(self, replica: ReplicaState, error: ReplicaFull) -> None:
-        """Leave an endpoint alone that had no room; our own engines publish theirs."""
+        """Avoid a full endpoint for a while; engines of ours publish their load instead."""
         if self._backends[replica.pool].takes_any:
             self.full.refuse((replica.replica_id,), error.retry_after_s)
             self._full_status[replica.replica_id] = error.status
 
     def note_lack(self, replica: ReplicaState, needs: tuple[str, bytes], model: str | None) -> None:
-        """Stop asking a replica for the model or the route of a request, which it does not know.
+        """Stop sending a replica requests for a model or a route that it does not know.
 
         `model` is the name by which it was asked for the model; None: it lacks the route.
         """
@@ -189,7 +189,7 @@ class Availability:
         return rows
 
     def _is_lacking(self, replica: ReplicaState, need: str | bytes) -> bool:
-        """Whether a replica does not know a model or a route, as far as it has said.
+        """Whether a replica has said that it does not know a model or a route.
 
         What it lists since then says so for certain; else it is asked again after a while.
         """

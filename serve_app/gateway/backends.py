@@ -41,7 +41,7 @@ _HOST_SUFFIXES = ("_used_fraction", "_power_w", "_bytes_per_s")
 
 
 class _EngineForwarder(Forwarder):
-    """Asks engines of ours, which tell more than others: see `serve_app.gateway.engine_wire`."""
+    """Asks our own engines, which report more than others: see `serve_app.gateway.engine_wire`."""
 
     status_header = STATUS_HEADER
 
@@ -62,7 +62,7 @@ class _EngineForwarder(Forwarder):
     async def _hand_on_whole(
         self, connection: Connection, attempt: Attempt, timer: ResponseTimer
     ) -> None:
-        """Hand on an answer that comes at its end, and note until then how it grows."""
+        """Hand on an answer when it is complete, and count its tokens until then."""
         num_tokens, held = 0, bytearray()
         while piece := await connection.read():
             if not held:
@@ -101,7 +101,7 @@ class ServeBackend:
         self._forwarder = _EngineForwarder(f"a replica of pool {self.name!r}", pool.deadlines)
 
     def refresh(self, table: ReplicaTable, now_s: float) -> None:
-        """Take over what Serve's router was told since the last time."""
+        """Take over the changes that Serve's router has received."""
         router = ROUTERS.get((self._app_name, self.name))
         if router is None or router.version == self._seen_version:
             return
@@ -134,11 +134,11 @@ class ServeBackend:
             self._endpoints[replica_id].status = status
 
     def ray_replicas(self) -> tuple[Any, ...]:
-        """The replicas in the interface that Ray's router expects; Serve does not see requests."""
+        """Replicas as Ray's router expects them; Serve does not see the requests."""
         return tuple(self._endpoints.values())
 
     def host_loads(self) -> dict[str, dict[str, float]]:
-        """What replicas published of their machines."""
+        """The load that replicas published of their machines."""
         return {
             replica.replica_id.unique_id: {
                 key: float(value)
@@ -149,11 +149,11 @@ class ServeBackend:
         }
 
     def by_our_clock(self, replica_id: str, status: EngineStatus, now_s: float) -> EngineStatus:
-        """Return what a replica told with an answer, with the time by our clock."""
+        """Return a status that came with an answer, with its time by our clock."""
         return self._clocks.moved(replica_id, status, now_s)
 
     async def limit_batch(self, replica_id: str, max_batch: int) -> None:
-        """Let a replica run so many sequences at once; it publishes when it does."""
+        """Limit the batch of a replica; it publishes the limit once it holds."""
         from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
 
@@ -182,7 +182,7 @@ class ServeBackend:
 def make_backends(
     cluster: Cluster, handles: Mapping[str, DeploymentHandle[Any]], metrics: Metrics
 ) -> dict[str, ExternalBackend | ServeBackend]:
-    """Connect to a cluster's pools; those of others come first, and are not scraped yet."""
+    """Connect to a cluster's pools, external ones first; those are not scraped yet."""
     owners: dict[str, str] = {}
     made: list[ExternalBackend | ServeBackend] = [
         ExternalBackend(pool, cluster.served_model, metrics, owners)
@@ -193,13 +193,13 @@ def make_backends(
 
 
 def profile_of(replica: RunningReplica) -> EngineProfile | None:
-    """Return the speed that a replica has published; None: it has not."""
+    """Return the speed that a replica has published; None: it has published none."""
     profile = replica.replica_metadata.get("profile")
     return None if profile is None else EngineProfile(**profile)
 
 
 def status_of(replica: RunningReplica) -> EngineStatus | None:
-    """Return the state that a replica has published; None: it has not."""
+    """Return the state that a replica has published; None: it has published none."""
     stats = replica.routing_stats
     if not stats or "observed_at_s" not in stats:
         return None

@@ -1,4 +1,4 @@
-"""Who asks: API keys by their hashes, and the file of them, which is read anew when it changes.
+"""Callers: API keys by their hashes, and the key file, which is read again when it changes.
 
 A key is drawn at random with 256 bits, so its SHA-256 tells nothing about it and needs no salt.
 """
@@ -27,7 +27,7 @@ _Limit = Annotated[int, Field(ge=1, le=10**12)] | None
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, as far as it is known."""
+    """A caller, as far as known."""
 
     tenant: str = ""
     """Of the key; empty: there is no key, or its file names no tenant."""
@@ -43,7 +43,7 @@ ANYBODY = Caller()
 
 
 class CallerLimits(FrozenModel):
-    """What a caller may ask for; None: as much as there is.
+    """Limits of a caller; None: no limit.
 
     Minutes are token buckets that hold one minute's worth. Days are those of UTC. Tokens are those
     of prompts and answers.
@@ -83,7 +83,7 @@ class ApiKey(FrozenModel):
 
     @classmethod
     def of_token(cls, name: str, token: str, admin: bool = False) -> ApiKey:
-        """Make the key that is a token from the environment: of no tenant, without limits."""
+        """Make the key for a token of the environment: without tenant or limits."""
         return cls.model_construct(
             name=name, sha256=hash_of(token), tenant=None, admin=admin, may_generate=True,
             models=None, limits=UNLIMITED,
@@ -91,12 +91,12 @@ class ApiKey(FrozenModel):
 
     @property
     def generates(self) -> bool:
-        """Whether it asks models."""
+        """Whether it may ask models."""
         return not self.admin if self.may_generate is None else self.may_generate
 
 
 class KeysMessage(FrozenModel):
-    """A file of keys."""
+    """The content of a key file."""
 
     keys: tuple[ApiKey, ...] = ()
     without_key: CallerLimits | None = None
@@ -113,15 +113,15 @@ class KeysMessage(FrozenModel):
 
 
 def hash_of(key: str) -> str:
-    """Return the SHA-256 of a key, as files have it."""
+    """Return the SHA-256 of a key, as key files hold it."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 class KeyRing:
-    """Keys, found by what a caller gives."""
+    """Keys, looked up by what a caller sends."""
 
     def __init__(self, keys: Sequence[ApiKey], without_key: CallerLimits | None = None) -> None:
-        """Hold keys, and what each address may ask for without one; None: nothing."""
+        """Hold keys, and the limits of an address without a key; None: it may do nothing."""
         self.by_name = {key.name: key for key in keys}
         self.without_key = without_key
         self.limits = {key.name: None if key.limits == UNLIMITED else key.limits for key in keys}
@@ -129,7 +129,7 @@ class KeyRing:
         self._by_hash = {bytes.fromhex(key.sha256): key for key in self.by_name.values()}
 
     def find(self, given: str) -> ApiKey | None:
-        """Return the key that a caller gives; None: there is no such key.
+        """Return the key that a caller sends; None: it is unknown.
 
         How long this takes depends on the hash of what is given, from which nobody can steer
         towards a key that has another.
@@ -142,20 +142,20 @@ class KeyRing:
 
 
 class KeyFile(WatchedFile[KeyRing]):
-    """A file of keys, and what it held when it was last whole."""
+    """A key file, and its content when it was last valid."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "keys", KeyRing(()), read_keys, _difference)
 
 
 def read_keys(path: Path) -> KeyRing:
-    """Read a file of keys; a ValueError names it and says why it cannot be used."""
+    """Read a key file; a ValueError names it and says why it cannot be used."""
     message = read_message(path, KeysMessage, "keys")
     return KeyRing(message.keys, message.without_key)
 
 
 def _difference(old: KeyRing, new: KeyRing) -> str:
-    """Say which keys are other ones now."""
+    """Say which keys have changed."""
     was, now = old.by_name, new.by_name
     names = {
         "added": now.keys() - was.keys(),

@@ -1,4 +1,4 @@
-"""Carries requests whose replicas another process chooses, or chooses itself while that is away.
+"""Carries requests: another process chooses their replicas, or a gateway here while that is away.
 
 A carrier holds the connections of callers and of replicas, and hands bytes on between them. For
 each attempt its decider (`serve_app.gateway.decider`) names a replica. Where the decider does not
@@ -73,7 +73,7 @@ class _Call:
         """What the decider says; None: it is away."""
 
     def give_up(self) -> None:
-        """End the attempt that is under way."""
+        """End the present attempt."""
         if self.stop is not None and not self.stop.expired():
             self.stop.reschedule(asyncio.get_running_loop().time())
 
@@ -94,7 +94,7 @@ class _Link(FrameProtocol):
         self._counting: asyncio.TimerHandle | None = None
 
     def open(self) -> tuple[int, _Call]:
-        """Name a request."""
+        """Give a request a number."""
         self._number = (self._number + 1) % (1 << 32)
         call = self._calls[self._number] = _Call()
         return self._number, call
@@ -105,7 +105,7 @@ class _Link(FrameProtocol):
         self._counts.pop(number, None)
 
     async def ask(self, payload: bytes) -> bytes:
-        """Have the decider answer a request of HTTP; DeciderUnavailable: it is gone."""
+        """Have the decider answer an HTTP request; DeciderUnavailable: it is gone."""
         self._number = number = (self._number + 1) % (1 << 32)
         answer: asyncio.Future[bytes] = self._loop.create_future()
         self._asked[number] = answer
@@ -116,7 +116,7 @@ class _Link(FrameProtocol):
             del self._asked[number]
 
     def count(self, number: int, num_tokens: int, is_first: bool) -> None:
-        """Tell how many tokens of a request there are: of the first ones soon."""
+        """Report a request's number of tokens; the first ones are sent soon."""
         self._counts[number] = num_tokens
         if is_first:
             self.flush_soon(is_urgent=False)
@@ -124,14 +124,14 @@ class _Link(FrameProtocol):
             self._counting = self._loop.call_later(_COUNT_EVERY_S, self._send_counts)
 
     def before_flush(self) -> None:
-        """Tell how far answers are with what else is told."""
+        """Add the progress of answers to what is sent."""
         if self._counts:
             counts = b"".join([COUNT.pack(*count) for count in self._counts.items()])
             self.send(FrameKind.TOKENS, 0, counts)
             self._counts.clear()
 
     def take(self, kind: int, number: int, payload: bytes) -> None:
-        """Handle a frame of the decider's."""
+        """Handle a frame from the decider."""
         if not self.decider.done():
             if kind != FrameKind.HELLO:
                 raise ValueError("the decider does not say first who it is")
@@ -169,7 +169,7 @@ class _Link(FrameProtocol):
 
 
 class _Attempt:
-    """One try to have a replica answer, told to the decider."""
+    """One attempt to have a replica answer, reported to the decider."""
 
     __slots__ = ("_link", "_number", "downstream", "finish_reason", "is_whole", "num_tokens",
                  "order_key", "request")  # fmt: skip
@@ -184,13 +184,13 @@ class _Attempt:
         self.finish_reason: FinishReason | None = None
 
     def note_send(self) -> None:
-        """Note that the request goes out to the replica."""
+        """Note that the request is sent."""
         self._link.send(FrameKind.SENT, self._number, is_urgent=False)
 
     def take(
         self, num_tokens: int, finish_reason: FinishReason | None = None, is_whole: bool = False
     ) -> None:
-        """Note what has come: see `serve_app.gateway.exchange.Attempt`."""
+        """Count tokens: see `serve_app.gateway.exchange.Attempt`."""
         if num_tokens > self.num_tokens:
             if finish_reason is None and self._link.is_up:
                 self._link.count(self._number, num_tokens, is_first=not self.num_tokens)
@@ -198,16 +198,16 @@ class _Attempt:
         self.finish_reason, self.is_whole = finish_reason, is_whole
 
     def publish(self, status: EngineStatus) -> None:
-        """Note the state of the replica."""
+        """Report the state of the replica."""
         self._link.send(FrameKind.STATUS, self._number, write_status(status), is_urgent=False)
 
     def tell_end(self) -> None:
-        """Tell that the answer is there."""
+        """Report the end of the answer."""
         end = ENDED.pack(self.num_tokens, self.finish_reason == "length", self.is_whole)
         self._link.send(FrameKind.ENDED, self._number, end, is_urgent=False)
 
     def tell_failure(self, error: ReplicaFailed) -> None:
-        """Tell that the replica failed."""
+        """Report that the replica failed."""
         fields = [type(error).__name__, self.num_tokens, self.downstream.begun, str(error)]
         if isinstance(error, ReplicaFull):
             fields += [error.status, error.retry_after_s]
@@ -217,10 +217,10 @@ class _Attempt:
 
 
 class Carrier:
-    """Serves requests as a gateway does; a decider says where they go."""
+    """Serves requests as a gateway does; a decider chooses their replicas."""
 
     def __init__(self, alone: Gateway, find: Find) -> None:
-        """Know no decider; `alone` serves while it is away, and its pools carry all requests."""
+        """Know no decider yet; `alone` serves while it is away, and its pools send all requests."""
         self.alone, self._find = alone, find
         self.in_flight = 0
         self.hello = Hello()
@@ -239,16 +239,16 @@ class Carrier:
 
     @property
     def tracing(self) -> Tracing | None:
-        """Makes spans of requests; None: nobody wants them."""
+        """Makes spans of requests; None: tracing is off."""
         return self.alone.tracing
 
     async def start(self) -> None:
-        """Find the decider; it is sought again whenever it is away."""
+        """Find the decider, and look for it again whenever it is away."""
         self._seeking = asyncio.create_task(self._keep_linked())
         await self._found.wait()
 
     async def stop(self) -> None:
-        """Decide nothing more and leave the decider."""
+        """Stop deciding, and leave the decider."""
         if self._seeking is not None:
             self._seeking.cancel()
         if self._link is not None:
@@ -274,7 +274,7 @@ class Carrier:
             self.in_flight -= 1
 
     async def ask(self, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
-        """Have the decider answer what it answers itself; return head and body.
+        """Have the decider answer a request for one of its own routes; return head and body.
 
         Raises:
             DeciderUnavailable: There is no decider.
@@ -287,7 +287,7 @@ class Carrier:
         self, link: _Link, request: InferenceRequest, service_class: SloClass,
         downstream: Downstream,
     ) -> bool:  # fmt: skip
-        """Do with a request what the decider says; False: it is away."""
+        """Do what the decider says with a request; False: the decider is away."""
         payload = write_request(request, service_class.name, self._block_sizes)
         number, call = link.open()
         link.send(FrameKind.ASK, number, payload)
@@ -316,7 +316,7 @@ class Carrier:
             link.close_call(number)
 
     async def _attempt(self, call: _Call, pool: str, replica_id: str, attempt: _Attempt) -> bool:
-        """Have a replica answer; False: it did not, or is given up."""
+        """Have a replica answer; False: it did not, or the attempt was given up."""
         call.stop = stop = asyncio.timeout(None)
         try:
             async with stop:
@@ -333,7 +333,7 @@ class Carrier:
         return False
 
     async def _until_known(self, replica_id: str) -> None:
-        """Wait a moment for a replica; where it is not known here, that says nothing against it."""
+        """Wait a moment for a replica that the decider knows and this process does not yet."""
         now_s = self.alone.refresh()
         replicas, until_s = self.alone.table.replicas, now_s + _UNKNOWN_S
         while replica_id not in replicas:
@@ -383,7 +383,7 @@ class Carrier:
         logger.warning("the decider is away: requests are placed by the baseline meanwhile")
 
     async def _meet(self, link: _Link, num_alone: int) -> None:
-        """Say who is here and what it did alone, and hear who decides; raises as `_connect`."""
+        """Exchange greetings, and report what was decided alone; raises what `_connect` raises."""
         own = replace(self.hello, carried_alone=num_alone)
         link.send(FrameKind.HELLO, 0, own.write())
         link.send(FrameKind.PING, 0)

@@ -1,4 +1,4 @@
-"""What carriers and their decider tell each other over a Unix socket: frames of bytes.
+"""Messages between carriers and their decider, over a Unix socket: frames of bytes.
 
 A frame is its payload's length, its kind and a number, which names the request. What is said in one
 step of an event loop goes out in one write, and what nobody waits for goes with what comes next.
@@ -55,7 +55,7 @@ _REFUSALS = {kind.__name__: kind for kind in (Refused, Draining, Unanswerable, U
 
 
 class FrameKind(IntEnum):
-    """What a frame says."""
+    """The meaning of a frame."""
 
     HELLO = 1
     """Carrier, and back: who is there, as `Hello` lays it out."""
@@ -93,7 +93,7 @@ class FrameKind(IntEnum):
 
 @dataclass(frozen=True, config=ConfigDict(strict=True))
 class Hello:
-    """What an end says first, and is told before anything else."""
+    """The first message of each end."""
 
     wire_version: int = WIRE_VERSION
     release: str = _RELEASE
@@ -106,12 +106,12 @@ class Hello:
     """Of a decider that refuses a carrier: whether this is the one to be replaced now."""
 
     def write(self) -> bytes:
-        """Lay it out."""
+        """Encode it."""
         return to_json(asdict(self))
 
     @staticmethod
     def read(payload: bytes) -> Hello:
-        """Read what `write` wrote, of a later release too; a ValueError: it is something else."""
+        """Decode what `write` wrote, also by a later release; anything else is a ValueError."""
         return _HELLO.validate_json(payload)
 
     def refusal(self, decider: Hello) -> str | None:
@@ -126,7 +126,7 @@ class Hello:
         )
 
     def is_older_than(self, decider: Hello) -> bool:
-        """Whether this carrier began first: what runs longer is not what is installed now."""
+        """Whether this carrier began first: what is installed now may be newer than its code."""
         return self.began_s <= decider.began_s
 
 
@@ -134,7 +134,7 @@ _HELLO = TypeAdapter(Hello)
 
 
 class FrameProtocol(asyncio.Protocol):
-    """One end of a connection; subclasses say what they do with frames."""
+    """One end of a connection; subclasses handle frames."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -151,20 +151,20 @@ class FrameProtocol(asyncio.Protocol):
         raise NotImplementedError
 
     def lost(self) -> None:
-        """Note that the other end is gone."""
+        """Handle the loss of the other end."""
         raise NotImplementedError
 
     def send(
         self, kind: FrameKind, number: int, payload: bytes = b"", is_urgent: bool = True
     ) -> None:
-        """Send a frame at the end of this step of the loop, or, not urgent, a moment later."""
+        """Send a frame at the end of this step of the loop; where not urgent, a moment later."""
         self._unsent.append(_HEAD.pack(len(payload), kind, number))
         if payload:
             self._unsent.append(payload)
         self.flush_soon(is_urgent)
 
     def flush_soon(self, is_urgent: bool) -> None:
-        """Send what there is at the end of this step of the loop, or a moment later."""
+        """Send the buffer at the end of this step of the loop, or a moment later."""
         if self._flushing is not None:
             return
         if is_urgent:
@@ -179,13 +179,13 @@ class FrameProtocol(asyncio.Protocol):
             self._transport.abort()
 
     def part(self) -> None:
-        """Send what there is, and close."""
+        """Send the buffer, and close."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
 
     def before_flush(self) -> None:
-        """Add what is to be sent with the rest."""
+        """Add frames to those about to be sent."""
 
     def _flush_later(self) -> None:
         self._flushing_later = None
@@ -205,7 +205,7 @@ class FrameProtocol(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Handle all frames that are whole."""
+        """Handle all complete frames."""
         self.heard_s = self._loop.time()
         if self._rest:
             data = self._rest + data
@@ -230,7 +230,7 @@ class FrameProtocol(asyncio.Protocol):
         self._rest = data[at:]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell what is built on this."""
+        """Tell the subclass."""
         for handle in (self._flushing, self._flushing_later):
             if handle is not None:
                 handle.cancel()
@@ -238,12 +238,12 @@ class FrameProtocol(asyncio.Protocol):
 
 
 def block_sizes(cluster: Cluster) -> tuple[int, ...]:
-    """Sizes of the blocks by whose names pools' prefix caches are known, tokens."""
+    """Block sizes, tokens, of the pools' prefix caches."""
     return tuple(sorted({pool.prefix_block_tokens for pool in cluster.pools} - {0}))
 
 
 def write_request(request: InferenceRequest, class_name: str, block_sizes: Sequence[int]) -> bytes:
-    """Lay out what a decider has to know of a request, and the names of its prompt's blocks."""
+    """Encode a request for the decider, with the names of its prompt's blocks."""
     prompt, caller = request.prompt or Prompt(request.token_ids), request.caller
     blocks = [prompt.blocks(size) for size in block_sizes]
     fields = [
@@ -258,7 +258,7 @@ def write_request(request: InferenceRequest, class_name: str, block_sizes: Seque
 
 
 def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceRequest, str]:
-    """Read what `write_request` wrote; return the request and the name of its class."""
+    """Decode what `write_request` wrote; return the request and the name of its class."""
     fields, names_of_blocks = split_json(payload)
     (
         request_id, class_name, num_tokens, max_tokens, for_engines, counts, model, tenant, *more,
@@ -282,7 +282,7 @@ def write_place(
     pool: str, replica_id: str, order_key: OrderKey | None = None, headers: Headers = (),
     trace: bytes = b"",
 ) -> bytes:  # fmt: skip
-    """Lay out where a request goes, and by what key it waits there.
+    """Encode where a request goes, and the key by which it waits there.
 
     `headers` are added to the head of its answer, and the line `trace` to its own.
     """
@@ -295,7 +295,7 @@ def write_place(
 
 
 def read_place(payload: bytes) -> tuple[str, str, OrderKey | None, Headers, bytes]:
-    """Read what `write_place` wrote; return its arguments."""
+    """Decode what `write_place` wrote into its arguments."""
     pool, replica_id, key, *more = payload.split(b"\n")
     trace, *parts = more or (b"",)
     headers = list(zip(parts[::2], parts[1::2], strict=True))
@@ -305,7 +305,7 @@ def read_place(payload: bytes) -> tuple[str, str, OrderKey | None, Headers, byte
 
 
 def write_refusal(error: Refused | Unserved) -> bytes:
-    """Lay out why a request is not answered."""
+    """Encode why a request is not answered."""
     args: list[Any] = [str(error)]
     if isinstance(error, Refused):
         limit = None if error.over is None else asdict(error.over)
@@ -318,7 +318,7 @@ def write_refusal(error: Refused | Unserved) -> bytes:
 
 
 def read_refusal(payload: bytes) -> Refused | Unserved:
-    """Read what `write_refusal` wrote."""
+    """Decode what `write_refusal` wrote."""
     name, *args = json.loads(payload)
     if name == Refused.__name__ and args[2] is not None:
         headers = [(key.encode(), value.encode()) for key, value in args[2].pop("headers")]

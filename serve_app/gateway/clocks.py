@@ -1,4 +1,4 @@
-"""Times of other machines in our own, whatever their clocks say.
+"""Converts times of other machines to our clock, whatever theirs show.
 
 A replica says when it looked at itself, by its own clock. What a policy sees is an age, so a clock
 that is 5 s behind would make a replica look stale for ever, and one that is ahead would make a dead
@@ -27,7 +27,7 @@ _STARTED_S = time.time() - time.clock_gettime(_STEADY)
 
 
 def steady_unix_s() -> float:
-    """Unix time as of this process's start, and what has gone by since; seconds.
+    """Unix time at this process's start plus the time since; seconds.
 
     It does not follow a clock that is set while the process runs, so no age and no response time
     jumps with it.
@@ -45,7 +45,7 @@ class RemoteClock:
         self._window_ends_s = -math.inf
 
     def to_ours(self, told_s: float, received_s: float) -> float:
-        """Convert a remote Unix time, seconds, to ours; never later than it was received.
+        """Convert a remote Unix time, seconds, to ours; never later than its receipt.
 
         The same time again changes nothing.
         """
@@ -54,7 +54,7 @@ class RemoteClock:
         return self.moved(told_s)
 
     def moved(self, told_s: float) -> float:
-        """Convert a remote timestamp to the local clock by what is known so far."""
+        """Convert a remote time by the present estimate of the offset."""
         offset_s = min(self._offset_s, self._offset_before_s)
         return told_s + offset_s - min(max(offset_s, 0.0), DELIVERY_S)
 
@@ -76,13 +76,13 @@ class RemoteClocks:
         self._clocks: dict[str, RemoteClock] = {}
 
     def to_ours(self, replica_id: str, status: EngineStatus, received_s: float) -> EngineStatus:
-        """Return what a replica tells of itself with the time by our clock."""
+        """Return a replica's status with its time by our clock."""
         clock = self._clocks.setdefault(replica_id, RemoteClock())
         observed_at_s = clock.to_ours(status.observed_at_s, received_s)
         return replace(status, observed_at_s=observed_at_s)
 
     def moved(self, replica_id: str, status: EngineStatus, received_s: float) -> EngineStatus:
-        """Likewise, of what came another way and may overtake: the clock is not judged by it."""
+        """Likewise for a status that may overtake others; the offset is not estimated from it."""
         clock = self._clocks.get(replica_id)
         told_s = math.inf if clock is None else clock.moved(status.observed_at_s)
         return replace(status, observed_at_s=min(told_s, received_s))

@@ -68,7 +68,7 @@ _GONE_S = 2.0
 
 
 class CarriedPool:
-    """A pool whose replicas are asked by carriers: all but `answer` is the pool's own."""
+    """A pool that carriers send requests to; all but `answer` is the pool's own."""
 
     def __init__(self, pool: Backend) -> None:
         self._pool = pool
@@ -89,7 +89,7 @@ class CarriedPool:
 
 
 class _Carried:
-    """A carrier's request, in place of a client connection."""
+    """A carrier's request; it stands in for the caller's connection."""
 
     def __init__(self, link: _Link, number: int) -> None:
         self.begun = False
@@ -100,7 +100,7 @@ class _Carried:
         self.task: asyncio.Task[None] | None = None
 
     async def forward_to_carrier(self, pool: str, replica_id: str, attempt: Attempt) -> None:
-        """Send the request to a replica; returns once it has answered."""
+        """Have the carrier send the request to a replica; return once it is answered."""
         self._attempt = attempt
         self._end = asyncio.get_running_loop().create_future()
         # Nothing of the call is here but what the gateway has added to it.
@@ -116,12 +116,12 @@ class _Carried:
             self._attempt = self._end = None
 
     def note_send(self) -> None:
-        """Note that the request goes out to its replica."""
+        """Note that the request is sent."""
         if self._attempt is not None:
             self._attempt.note_send()
 
     def count(self, num_tokens: int) -> None:
-        """Note how many tokens there are."""
+        """Note the number of tokens."""
         if self._attempt is not None:
             self.begun = True
             self._attempt.take(num_tokens)
@@ -138,12 +138,12 @@ class _Carried:
             self._end.set_exception(error)
 
     def publish(self, status: bytes) -> None:
-        """Note the state of the replica."""
+        """Record the state of the replica."""
         if self._attempt is not None:
             self._attempt.publish(read_status(status))
 
     def add_headers(self, headers: Headers) -> None:
-        """Have the carrier add these to the head of the answer."""
+        """Have the carrier add these to the answer's head."""
         self._headers = headers
 
     # Nothing of the answer itself comes here.
@@ -169,7 +169,7 @@ class _Link(FrameProtocol):
         self._answering: set[asyncio.Task[None]] = set()
 
     def take(self, kind: int, number: int, payload: bytes) -> None:
-        """Handle a frame of the carrier's; there is none before its hello."""
+        """Handle a frame from the carrier; its hello is the first."""
         if not self._is_joined:
             if kind == FrameKind.HELLO:
                 self._is_joined = self._decider.meet(self, Hello.read(payload))
@@ -189,7 +189,7 @@ class _Link(FrameProtocol):
             self._take_outcome(kind, carried, payload)
 
     def lost(self) -> None:
-        """Give up what the carrier has carried."""
+        """Give up the requests of the carrier."""
         self._decider.leave(self)
         for carried in (*self._carried.values(),):
             if carried.task is not None:
@@ -244,7 +244,7 @@ class _Link(FrameProtocol):
 
 
 async def _ask(api: ASGIApp, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
-    """Have an ASGI application answer a request that came to a carrier; return head and body."""
+    """Have an ASGI application answer a request that a carrier received; return head and body."""
     started: dict[str, Any] = {}
     content, unread = bytearray(), [body]
 
@@ -273,7 +273,7 @@ async def _ask(api: ASGIApp, head: dict[str, Any], body: bytes) -> tuple[dict[st
 
 
 def _scope_of(head: dict[str, Any]) -> Scope:
-    """What ASGI calls a request, of what its carrier tells."""
+    """Make the ASGI scope of a request that a carrier received."""
     return {
         "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "root_path": "",
         "scheme": "http", "state": {}, **head,
@@ -285,10 +285,10 @@ def _scope_of(head: dict[str, Any]) -> Scope:
 
 
 class Decider:
-    """Listens for carriers of this machine, on a Unix socket that only this user may use."""
+    """Listens for carriers on this machine, on a Unix socket that only this user may use."""
 
     def __init__(self, gateway: Gateway, api: ASGIApp) -> None:
-        """Decide for a gateway of `CarriedPool`s; `api` answers what carriers do not."""
+        """Decide for a gateway of `CarriedPool`s; `api` answers what carriers pass on."""
         self.gateway, self.api = gateway, api
         self.block_sizes = block_sizes(gateway.cluster)
         self.hello = Hello()
@@ -302,7 +302,7 @@ class Decider:
 
     @property
     def path(self) -> str:
-        """Where it listens."""
+        """The path of its socket."""
         assert self._folder is not None
         return str(Path(self._folder) / "decider")
 
@@ -318,13 +318,13 @@ class Decider:
         return self._server is not None and self._server.is_serving()
 
     async def resign(self) -> None:
-        """Have carriers ask another from now on, or nobody; what is under way goes on."""
+        """Send carriers to another decider, or to none; requests in progress go on."""
         for link in self._links:
             link.send(FrameKind.LEAVE, 0)
         await asyncio.sleep(_HEARD_S)
 
     async def stop(self) -> None:
-        """Wait a moment for carriers to end, and close what is left."""
+        """Wait a moment for carriers to end, then close their connections."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GONE_S):
                 while self._links:
@@ -337,7 +337,7 @@ class Decider:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def meet(self, link: _Link, carrier: Hello) -> bool:
-        """Take a carrier that speaks this version, and let go of any other; both say why.
+        """Accept a carrier of this version, and refuse any other; both log why.
 
         Of those that are older one is to be replaced at once, and the others when that has come
         back: somebody has to listen meanwhile.
@@ -358,13 +358,13 @@ class Decider:
         return False
 
     def _join(self, link: _Link, carrier: Hello) -> None:
-        """Note a carrier, and what it did while nobody decided for it."""
+        """Register a carrier, with what it did while it had no decider."""
         self._links.add(link)
         self.gateway.metrics.carriers.set(len(self._links))
         self.gateway.metrics.carried_alone.inc(carrier.carried_alone)
         logger.info("carrier %d is here, %d in all", carrier.pid, len(self._links))
 
     def leave(self, link: _Link) -> None:
-        """Note that a carrier is gone."""
+        """Remove a carrier."""
         self._links.discard(link)
         self.gateway.metrics.carriers.set(len(self._links))

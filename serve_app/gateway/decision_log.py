@@ -1,4 +1,4 @@
-"""The gateway's decision log: what was known, what was chosen, and what became of it, as Parquet.
+"""The decision log: what was known, what was chosen, and the result, as Parquet.
 
 A row is written when its request ends, or at once where nothing is sent (`POST /v1/route`). The
 event loop only hands over what it has; a thread lays it out and makes files of it,
@@ -69,7 +69,7 @@ class DecisionLog:
         return self._num_refused + self._num_unwritten
 
     def write(self, record: DecisionRecord) -> None:
-        """Hand over a row; returns at once. Always called from one thread."""
+        """Queue a row; called from one thread only."""
         queued = self._num_put - self._num_taken
         if len(self._queue) >= _MAX_QUEUED or queued >= _MAX_QUEUED_CANDIDATES:
             self._warn("the writer is too slow")
@@ -82,7 +82,7 @@ class DecisionLog:
             self._wakes.set()
 
     def close(self) -> None:
-        """Write what is queued; wait for that a while, but not for ever."""
+        """Write what is queued; give up after a while."""
         self._ends = True
         self._wakes.set()
         self._thread.join(_CLOSE_S)
@@ -104,7 +104,7 @@ class DecisionLog:
                     self._lose(len(records), repr(error))
 
     def _take(self) -> list[DecisionRecord]:
-        """Take from the queue what goes into one file."""
+        """Take the rows of one file from the queue."""
         records: list[DecisionRecord] = []
         num_candidates = 0
         while self._queue and len(records) < _ROWS_PER_FILE:
@@ -137,7 +137,7 @@ class DecisionLog:
             self._lose(len(records) - (self._num_unwritten - lost_before), str(error))
 
     def _lay_out(self, records: list[DecisionRecord]) -> pa.Table:
-        """Make rows; a record of which none can be made is left out, and no other."""
+        """Make rows; a record that cannot be written is left out, alone."""
         import pyarrow as pa
 
         from serve_app.gateway.decision_rows import SCHEMA, lay_out
@@ -161,7 +161,7 @@ class DecisionLog:
 
 
 def _groups(records: list[DecisionRecord]) -> Iterator[list[DecisionRecord]]:
-    """Cut rows into groups that are laid out at once."""
+    """Split records into groups that are written together."""
     group: list[DecisionRecord] = []
     num_candidates = 0
     for record in records:

@@ -1,4 +1,4 @@
-"""One row of the decision log, as the event loop hands it over."""
+"""One row of the decision log, as the event loop queues it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenyard.routing.types import OrderKey
 # Not frozen: that takes four times as long to make, and every request makes one.
 @dataclass(slots=True, eq=False)
 class DecisionRecord:
-    """One decision and its request's end."""
+    """A decision, and the end of its request."""
 
     decision_id: str
     request_id: str

@@ -1,4 +1,4 @@
-"""Rows of the decision log, laid out column by column: most of it is columns already."""
+"""Rows of the decision log, made column by column, since most data is columns already."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ REPEATED = [
 
 
 def lay_out(records: Sequence[DecisionRecord]) -> pa.Table:
-    """Make one row of every record; NaN becomes null, and so does what is infinite of a key."""
+    """Make one row of every record; NaN becomes null, as do infinite parts of a key."""
     choices = [record.choice for record in records]
     requests = [choice.request for choice in choices]
     columns = [pa.array(np.full(len(records), FORMAT_VERSION), pa.int64())]
@@ -125,7 +125,7 @@ def _candidates(records: Sequence[DecisionRecord]) -> pa.ListArray:
 
 
 def _rows(choice: ReplicaChoice, pools: Sequence[str]) -> list[dict[str, Any]]:
-    """Candidates that are objects, one dictionary for each."""
+    """Make a dictionary of each candidate that is an object."""
     rows = []
     for number, snapshot in enumerate(choice.snapshots):
         row = asdict(snapshot)
@@ -170,7 +170,7 @@ def _numbers(values: FloatArray, kind: pa.DataType) -> pa.Array:
 
 
 def _texts(groups: Sequence[tuple[str, ...]]) -> pa.Array:
-    """Many decisions are between the same replicas: their names are laid out once."""
+    """Return the names of replicas; many decisions are between the same ones."""
     different = {id(group): group for group in groups}
     made = {number: pa.array(group, pa.string()) for number, group in different.items()}
     return pa.concat_arrays([made[id(group)] for group in groups])

@@ -1,4 +1,4 @@
-"""Where endpoints are that come and go: a file, the addresses of a name, a service of Kubernetes.
+"""Finds endpoints that come and go: in a file, in DNS, or in a service of Kubernetes.
 
 Each source is a task that says which URLs there are. What it said last counts where it cannot know.
 """
@@ -23,7 +23,7 @@ LOOK_EVERY_S = 0.5
 
 
 class EndpointsMessage(FrozenModel):
-    """A file of endpoints."""
+    """The content of a file of endpoints."""
 
     endpoints: tuple[AnyEndpoint, ...]
 

@@ -1,4 +1,4 @@
-"""What engines publish of themselves, and where: one table, and how pages are read."""
+"""The metrics that engines publish: one table of their names, and how pages are read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ended meanwhile the second."""
 
 
 class _Engine(NamedTuple):
-    """Names of an engine's metrics behind its prefix, and of fields of a page of its own.
+    """Names of an engine's metrics after its prefix, and fields of its own page.
 
     Of names between blanks the first that is there counts. `name{label=value}` are the samples with
     that label, `name@label` the numbers in that label, and `a*b` is a product.
@@ -79,7 +79,7 @@ _PREFIX = re.compile(rb"\n((?:ray_)?(%b)[:_])" % "|".join(_ENGINES).encode())
 
 @dataclass(frozen=True)
 class Reading:
-    """What one page of metrics says; None: nothing that can be used."""
+    """What a page of metrics says; None: nothing usable."""
 
     engine: str | None = None
     waiting: int | None = None
@@ -89,12 +89,12 @@ class Reading:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What the gateway's own counts stand in for."""
+        """The values that the gateway's own counts stand in for."""
         return tuple(name for name in _QUANTITIES if getattr(self, name) is None)
 
 
 def read_metrics(page: bytes, own: MetricNames) -> Reading:
-    """Read a page of Prometheus' text; several engines behind one endpoint are added up.
+    """Read a Prometheus page; the engines behind one endpoint are added up.
 
     Only the lines that are needed are read, and of these what is no number, or cannot be true, is
     as good as not there. `own` names are read in place of those that are known.
@@ -124,7 +124,7 @@ def read_metrics(page: bytes, own: MetricNames) -> Reading:
 
 
 def _samples(page: bytes, name: str) -> list[float]:
-    """Values of a metric that can be used, on a page that begins with an end of line."""
+    """Usable values of a metric on a page that begins with a newline."""
     name, _, label = name.partition("@")
     name, _, pair = name.rstrip("}").replace('"', "").partition("{")
     lines = re.findall(rb"\n%b(?:\{(.*)\})?[ \t]+(\S+)" % re.escape(name.encode()), page)
@@ -144,14 +144,14 @@ def _number(text: bytes) -> float:
 
 
 class StuckMetrics:
-    """Finds what has stayed as it is for longer than an engine that works leaves it."""
+    """Finds metrics that stay constant for longer than those of a working engine."""
 
     def __init__(self) -> None:
         self._last, self._since_s, self._num_uses = Reading(), 0.0, 0
         self._stuck: set[str] = set()
 
     def left_out(self, reading: Reading, now_s: float, num_own: int, num_uses: int) -> Reading:
-        """Return a reading without what is stuck, which counts again once it changes.
+        """Return a reading without stuck metrics, which count again once they change.
 
         Args:
             reading: The latest.
@@ -172,7 +172,7 @@ class StuckMetrics:
 
 
 def read_models(answer: Any) -> EndpointInfo:
-    """Read what `GET /v1/models` answers; whatever cannot be read is not told."""
+    """Read an answer of `GET /v1/models`; what cannot be read is None."""
     cards = answer.get("data") if isinstance(answer, dict) else None
     cards = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
     names = frozenset(card["id"] for card in cards if isinstance(card.get("id"), str))
@@ -182,12 +182,12 @@ def read_models(answer: Any) -> EndpointInfo:
 
 
 def pages_of(engine: str | None) -> list[str]:
-    """Paths of pages where an engine tells the rest; the first that is there has all of it."""
+    """Paths of pages with more about an engine; only the first that exists is needed."""
     return _BY_NAME[engine].pages.split() if engine else []
 
 
 def with_page(info: EndpointInfo, engine: str, page: Any) -> EndpointInfo:
-    """Add what a page of an engine's own says."""
+    """Add what an engine's own page says."""
     length, batch, tokens = (
         _count(page, page_field) for page_field in _BY_NAME[engine].page_fields
     )

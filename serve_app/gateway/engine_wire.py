@@ -1,4 +1,4 @@
-"""What the gateway and engines of ours tell each other, beside the answers of OpenAI's API.
+"""Messages between the gateway and our engines, besides the answers of OpenAI's API.
 
 - A request is what the gateway has read of its body, and the tokens of its prompt.
 - The head of an answer tells the state of the engine.
@@ -30,7 +30,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def write_generation(generation: Generation, request_id: str, order_key: OrderKey | None) -> bytes:
-    """Lay out what an engine is to generate, and by what key the request waits there."""
+    """Encode what an engine is to generate, and the key by which the request waits there."""
     key = None if order_key is None else write_order_key(order_key)
     told = asdict(generation) | {"token_ids": ()}
     tokens = np.asarray(generation.token_ids, dtype=_TOKENS).tobytes()
@@ -38,7 +38,7 @@ def write_generation(generation: Generation, request_id: str, order_key: OrderKe
 
 
 def read_generation(content: bytes) -> tuple[Generation, str, str | None]:
-    """Read what `write_generation` wrote; a ValueError says that it is something else."""
+    """Decode what `write_generation` wrote; anything else is a ValueError."""
     (told, request_id, key), tokens = split_json(content)
     generation = _GENERATION.validate_python(told)
     generation.token_ids = np.frombuffer(tokens, dtype=_TOKENS).tolist()
@@ -46,23 +46,23 @@ def read_generation(content: bytes) -> tuple[Generation, str, str | None]:
 
 
 def write_status(status: EngineStatus) -> bytes:
-    """Lay the state of an engine out as a header's value."""
+    """Encode the state of an engine as the value of a header."""
     return to_json({name: getattr(status, name) for name in _STATUS})
 
 
 def read_status(value: bytes) -> EngineStatus:
-    """Read what `write_status` wrote."""
+    """Decode what `write_status` wrote."""
     return EngineStatus(**json.loads(value))
 
 
 def join_json(head: Any, rest: bytes) -> bytes:
-    """Lay out a JSON value, and bytes after it."""
+    """Encode a JSON value, followed by bytes."""
     text = to_json(head)
     return b"".join((len(text).to_bytes(4, "little"), text, rest))
 
 
 def split_json(payload: bytes) -> tuple[Any, bytes]:
-    """Read what `join_json` wrote."""
+    """Decode what `join_json` wrote."""
     start = 4 + int.from_bytes(payload[:4], "little")
     return json.loads(payload[4:start]), payload[start:]
 

@@ -1,4 +1,4 @@
-"""A request on its way through the gateway: what is asked, who answers, and who is answered."""
+"""A request on its way through the gateway: the question, who answers, and who asked."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Call:
 # Not frozen: that takes four times as long to make, and every request makes one.
 @dataclass(slots=True)
 class InferenceRequest:
-    """A request, as far as the gateway has to know it."""
+    """A request, as far as the gateway needs to know it."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -75,7 +75,7 @@ class InferenceRequest:
     """Is told how many tokens the prompt had; None: that was known."""
 
     def span_attributes(self, model: str, class_name: str) -> dict[str, str | int]:
-        """What its span says of it: the model that answers, its class and its size."""
+        """Attributes of its span: the model that answers, its class and its size."""
         return {
             "gen_ai.request.model": model, "gen_ai.request.max_tokens": self.max_tokens,
             "gen_ai.usage.input_tokens": len(self.token_ids),
@@ -84,36 +84,36 @@ class InferenceRequest:
         }  # fmt: skip
 
     def traced(self, line: bytes, span: RequestSpan | None = None) -> InferenceRequest:
-        """As endpoints get it that are to know a span: its header's line replaces the caller's."""
+        """The request for endpoints, with a trace header in place of the caller's."""
         lines = self.call.headers.splitlines(keepends=True)
         others = b"".join(header for header in lines if header.partition(b":")[0] != PARENT)
         return replace(self, call=replace(self.call, headers=others + line), span=span)
 
 
 class Downstream(Protocol):
-    """Whoever asked."""
+    """The caller's side of a request."""
 
     begun: bool
     """Whether the answer has begun: from then on it cannot be another."""
 
     def add_headers(self, headers: Headers) -> None:
-        """Have these in the head of the answer, in place of an endpoint's with such names."""
+        """Add these to the answer's head, in place of an endpoint's of the same names."""
 
     async def begin(self, status: int, headers: Headers) -> None:
         """Send the head of the answer."""
 
     async def write(self, data: bytes) -> None:
-        """Send some of the body; waits while the caller reads more slowly than it comes."""
+        """Send a piece of the body; waits while the caller reads more slowly."""
 
     def write_now(self, data: bytes, chunk: bytes | None = None) -> bool:
-        """Send some of a body that has begun; False: nothing was sent, since that may wait.
+        """Send a piece of a body that has begun; False: not sent, since it would have to wait.
 
         `chunk` is the same data as a chunk of HTTP/1.1, where it came as one.
         """
 
 
 class Attempt(Protocol):
-    """One try to have a replica answer a request."""
+    """One attempt to have a replica answer a request."""
 
     request: InferenceRequest
     downstream: Downstream
@@ -122,18 +122,18 @@ class Attempt(Protocol):
     behind those that are there."""
 
     def note_send(self) -> None:
-        """Note that the request goes out to the replica."""
+        """Note that the request is sent."""
 
     def take(
         self, num_tokens: int, finish_reason: FinishReason | None = None, is_whole: bool = False
     ) -> None:
-        """Note how many tokens of the answer have come so far; the reason is set once, at the end.
+        """Note the number of tokens so far; a reason comes once, at the end.
 
         `is_whole`: all came at once, so that nobody knows when the first token was there.
         """
 
     def publish(self, status: EngineStatus) -> None:
-        """Note the state of the replica, which it told with its answer."""
+        """Record the state that the replica sent with its answer."""
 
 
 class Backend(Protocol):
@@ -145,10 +145,10 @@ class Backend(Protocol):
 
     @property
     def max_model_tokens(self) -> float:
-        """Longest prompt plus output that its replicas take; infinite: nobody says."""
+        """Longest prompt plus output that its replicas take; infinite: unknown."""
 
     def refresh(self, table: ReplicaTable, now_s: float) -> None:
-        """Tell the collector which replicas there are and what they published; cheap."""
+        """Tell the collector the replicas and what they published; cheap."""
 
     def ray_replicas(self) -> tuple[Any, ...]:
         """Replicas as Ray's own router takes them."""
@@ -166,4 +166,4 @@ class Backend(Protocol):
         """Load of every replica's machine, by replica."""
 
     def by_our_clock(self, replica_id: str, status: EngineStatus, now_s: float) -> EngineStatus:
-        """Return what a replica told with an answer, with the time by our clock."""
+        """Return a status that came with an answer, with its time by our clock."""

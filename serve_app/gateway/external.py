@@ -1,4 +1,4 @@
-"""Endpoints that run already, and come and go: they speak OpenAI's API."""
+"""Endpoints that somebody else runs, and that come and go: they speak OpenAI's API."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Note = Callable[[str, str, str], None]
 
 
 class _Endpoint(EndpointAsRayReplica):
-    """An endpoint of a pool, and what it said last."""
+    """An endpoint of a pool, and its latest status."""
 
     def __init__(self, origin: Origin, pool: ExternalBackend) -> None:
         super().__init__(origin.url, origin, pool.settings.max_ongoing)
@@ -52,7 +52,7 @@ class _Endpoint(EndpointAsRayReplica):
         self._sizes: tuple[int | None, float | None] = (None, None)
 
     def tell(self, state: ReplicaState) -> None:
-        """Write down what it said; where that lacks something, what is in flight counts."""
+        """Write its status to a row; our requests in flight stand in for what is missing."""
         said, heard_s, info = self.scraper.reading, self.scraper.heard_s, self.scraper.info
         capacity = said.kv_capacity_tokens or info.kv_capacity_tokens
         if self._sizes != (info.max_batch, capacity):
@@ -74,7 +74,7 @@ class _Endpoint(EndpointAsRayReplica):
 
 
 class _Renaming:
-    """A caller whose answers have another name of a model in place of its endpoint's."""
+    """A caller to whom an endpoint's name for the model is replaced in answers."""
 
     def __init__(self, downstream: Downstream, rename: Callable[[bytes], bytes]) -> None:
         self._downstream, self._rename = downstream, rename
@@ -93,7 +93,7 @@ class _Renaming:
 
 
 class ExternalBackend:
-    """A pool of endpoints; each has its deadlines, and a scraper of its metrics."""
+    """A pool of endpoints; each has deadlines, and its metrics are scraped."""
 
     takes_any = True
 
@@ -142,7 +142,7 @@ class ExternalBackend:
         self._settle()
 
     def start(self, note: Note | None = None) -> None:
-        """Begin to scrape and to look for endpoints, on the event loop; `note` is a listener."""
+        """Begin to scrape and to look for endpoints, on the event loop; `note` hears of changes."""
         self._note, self._tasks = note or self._note, []
         for endpoint in self._endpoints.values():
             endpoint.scraper.start()
@@ -159,7 +159,7 @@ class ExternalBackend:
         await self.client.close()
 
     def change(self, urls: Collection[str], adds: bool) -> None:
-        """Add endpoints by hand, or let some go and stay away although they are named elsewhere.
+        """Add endpoints by hand, or remove some for good, even if they are named elsewhere.
 
         Raises:
             ValueError: The cluster file does not allow one, or it is another pool's.
@@ -184,11 +184,11 @@ class ExternalBackend:
         self._settle()
 
     def hear(self, endpoint: _Endpoint) -> None:
-        """Note that an endpoint has said something."""
+        """Note that an endpoint has published something."""
         self._news[endpoint.origin.url] = endpoint
 
     def refresh(self, table: ReplicaTable, now_s: float) -> None:
-        """Pass on what endpoints said since the last time, and forget who has drained."""
+        """Pass on what endpoints published since the last time, and forget drained ones."""
         if not self._news:
             return
         news, self._news = self._news, {}
@@ -212,7 +212,7 @@ class ExternalBackend:
         self.max_model_tokens = self.settings.max_model_tokens or longest or math.inf
 
     def describe(self) -> dict[str, Any]:
-        """Tell where endpoints come from, and what is wrong with that."""
+        """Return the sources of endpoints, and their errors."""
         return {
             "name": self.name, "cluster_file": [*self._in_file],
             "service_discovery": {name: sorted(urls) for name, urls in self._discovered.items()},
@@ -221,7 +221,7 @@ class ExternalBackend:
         }  # fmt: skip
 
     def ray_replicas(self) -> tuple[Any, ...]:
-        """The endpoints, dressed up."""
+        """The endpoints, wrapped for Ray's router."""
         return tuple(endpoint for endpoint in self._endpoints.values() if not endpoint.draining)
 
     def _allows(self, url: str) -> bool:
@@ -235,7 +235,7 @@ class ExternalBackend:
         return named
 
     def _settle(self) -> None:
-        """Let those come that are wanted, and all others go."""
+        """Add the endpoints that are wanted, and remove all others."""
         wanted = {**self._added, **self._named()}
         for url in self._removed:
             wanted.pop(url, None)
@@ -253,7 +253,7 @@ class ExternalBackend:
                 self._go(endpoint, draining=True)
 
     def _go(self, endpoint: _Endpoint, draining: bool) -> None:
-        """Let an endpoint come or go."""
+        """Add or remove an endpoint."""
         url = endpoint.origin.url
         endpoint.draining = draining
         self._endpoints[url] = self._news[url] = endpoint
@@ -276,7 +276,7 @@ class ExternalBackend:
         self._settle()
 
     def _fail(self, source: str, why: str) -> None:
-        """Note that a source says nothing that can be used; what it said before counts."""
+        """Note that a source cannot be used; its last endpoints stay."""
         if self._problems.get(source) != why:
             self._problems[source] = why
             if source == "file":
@@ -284,11 +284,11 @@ class ExternalBackend:
             logger.error("pool %s: %s", self.name, why)
 
     def host_loads(self) -> dict[str, dict[str, float]]:
-        """Nothing is known of them."""
+        """Nothing: endpoints publish no load of their machines."""
         return {}
 
     def by_our_clock(self, replica_id: str, status: EngineStatus, now_s: float) -> EngineStatus:
-        """As it is: nothing is told with answers."""
+        """Return it unchanged: endpoints send no status with answers."""
         return status
 
     async def answer(self, replica_id: str, attempt: Attempt) -> None:

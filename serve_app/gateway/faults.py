@@ -49,7 +49,7 @@ _NO_SUCH_ROUTE = ("", "notfound", "filenotfound")
 
 
 class Fault(Enum):
-    """Whose it is."""
+    """Whose fault an error is."""
 
     CALLER = "caller"
     ROOM = "room"
@@ -59,7 +59,7 @@ class Fault(Enum):
 
 @dataclass(frozen=True)
 class EndpointError:
-    """What an endpoint says in place of an answer."""
+    """An error that an endpoint sends in place of an answer."""
 
     status: int
     """Of HTTP; of an event, what its code or its type stands for."""
@@ -74,7 +74,7 @@ class EndpointError:
 
     @classmethod
     def of_answer(cls, status: int, body: bytes) -> EndpointError:
-        """Read an answer whose status says that it is none."""
+        """Read an answer whose status is an error."""
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError):
@@ -83,7 +83,7 @@ class EndpointError:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], status: int | None = None) -> EndpointError:
-        """Read OpenAI's envelope, vLLM's older one without it, FastAPI's, or a text alone.
+        """Read an error of OpenAI, of vLLM's older form, of FastAPI, or a plain text.
 
         An event of a stream has no status.
         """
@@ -107,7 +107,7 @@ class EndpointError:
 
     @property
     def fault(self) -> Fault:
-        """Whose it is."""
+        """Whose fault it is."""
         status = self.status
         if self.is_about_model or status in _NO_ROUTE:
             return Fault.LACKS
@@ -119,7 +119,7 @@ class EndpointError:
 
 
 def _status_named(name: Any) -> int | None:
-    """Status that a code or a type stands for; None: it stands for none."""
+    """Status that a code or a type stands for; None: it is unknown."""
     if isinstance(name, int) or (isinstance(name, str) and name.isdecimal()):
         return int(name) if 400 <= int(name) < 600 else None
     return _STATUS_OF.get(_plain(name))

@@ -1,4 +1,4 @@
-"""A request handed on to an endpoint that speaks OpenAI's API, and its answer handed back.
+"""A request handed on to an endpoint with OpenAI's API, and its answer handed back.
 
 What a caller wrote goes to an endpoint as it is, and so does the answer come back. The gateway
 knows no more of either than it needs.
@@ -57,7 +57,7 @@ _HANDED_BACK_PREFIXES = (b"openai-", b"x-ratelimit-")
 
 
 class EndpointAsRayReplica:
-    """An endpoint in the shape that Ray's router asks for."""
+    """An endpoint, as Ray's router expects a replica."""
 
     availability_zone = None
     node_id = ""
@@ -70,12 +70,12 @@ class EndpointAsRayReplica:
         self.status = EngineStatus(0, 0, 0.0, 0.0)
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
-        """Requests that it has told of."""
+        """Return the requests that it has reported."""
         return self.status.num_waiting + self.status.num_running
 
 
 class Forwarder:
-    """Has the endpoints of one pool answer; each request has the pool's deadlines."""
+    """Has the endpoints of one pool answer, within the pool's deadlines."""
 
     status_header = b""
     """In which replicas tell their state; empty: they do not."""
@@ -129,19 +129,19 @@ class Forwarder:
                 self.client.release(connection)
 
     def _failure_of(self, error: ErrorEvent) -> ReplicaFailed | RequestRejected:
-        """What it means that an answer which had begun ends with an error."""
+        """Return the failure that an error at the end of a begun answer means."""
         body = json.dumps(error.event).encode()
         return self._error(EndpointError.of(error.event), _JSON, body, f"failed: {error}")
 
     async def _refused(self, connection: Connection) -> ReplicaFailed | RequestRejected:
-        """Read an answer that is none of success, and return what it means."""
+        """Read an answer that is an error, and return the failure that it means."""
         text = bytearray()
         while len(text) <= _MAX_HELD_BYTES and (piece := await connection.read()):
             text += piece
         return self._refusal(connection, bytes(text))
 
     def _refusal(self, connection: Connection, text: bytes) -> ReplicaFailed | RequestRejected:
-        """What it means that the status of an answer is none of success."""
+        """Return the failure that an error status means."""
         error = EndpointError.of_answer(connection.status, text)
         return self._error(error, _handed_back(connection), text, f"answered {connection.status}")
 
@@ -165,7 +165,7 @@ class Forwarder:
     async def _hand_on_whole(
         self, connection: Connection, attempt: Attempt, timer: ResponseTimer
     ) -> None:
-        """Hand on an answer that comes at once, when it is there, or is too long to be kept."""
+        """Hand on an answer once it is complete, or is too long to be held."""
         downstream, held, tail = attempt.downstream, bytearray(), b""
         # Events that are encoded come one by one, and nobody here can read them.
         most_held = 0 if _sends_events(connection, attempt.request.call) else _MAX_HELD_BYTES
@@ -191,7 +191,7 @@ class Forwarder:
 
 
 async def hand_on_held(connection: Connection, attempt: Attempt, body: bytes) -> None:
-    """Hand on a whole answer, whose length is known by now."""
+    """Hand on a complete answer, with its length."""
     headers = [*_handed_back(connection)]
     if not any(name == b"content-length" for name, _ in headers):
         headers.append((b"content-length", b"%d" % len(body)))
@@ -200,7 +200,7 @@ async def hand_on_held(connection: Connection, attempt: Attempt, body: bytes) ->
 
 
 def _sends_events(connection: Connection, call: Call) -> bool:
-    """Whether an answer comes as events; where it does not say, whether they were asked for."""
+    """Whether an answer is a stream of events; where it does not say, whether the request asked."""
     kind = next((value for name, value in connection.headers if name == b"content-type"), None)
     return call.stream if kind is None else kind.lower().startswith(_EVENTS)
 
@@ -216,11 +216,11 @@ def _handed_back(connection: Connection) -> Headers:
 async def _hand_on_events(
     connection: Connection, attempt: Attempt, timer: ResponseTimer, at_once: bool
 ) -> None:
-    """Hand on a stream, from its first token on: until then another endpoint can still answer."""
+    """Hand on a stream from its first token; before that, another endpoint could still answer."""
     peek, downstream, held, rest = EventPeek(), attempt.downstream, bytearray(), b""
 
     def take(piece: bytes, chunk: bytes | None) -> bool:
-        """Hand on what is nothing but tokens, if that need not wait: no task is woken for it."""
+        """Hand on plain tokens if that need not wait; this avoids waking a task for them."""
         num_tokens = peek.count_plain(piece)
         if not num_tokens or not downstream.write_now(piece, chunk):
             return False
@@ -273,7 +273,7 @@ async def _hand_on_events(
 
 
 class _TooLate(Exception):
-    """A deadline that has passed; the text says which."""
+    """A deadline has passed; the text says which."""
 
 
 _LATE = {
@@ -311,14 +311,14 @@ class ResponseTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, connection: Connection) -> None:
-        """Time what comes over a connection from when the request is sent over it."""
+        """Time a connection, from when the request is sent over it."""
         self._attempt.note_send()
         self._connection = connection
         if self._timer is None:
             self._timer = self._loop.call_at(self._due()[0], self._look)
 
     def begin(self) -> None:
-        """Note that there is a first token."""
+        """Note the first token."""
         if not self._has_begun:
             self._has_begun = True
             self.wait_again()
@@ -326,11 +326,11 @@ class ResponseTimer:
             self._timer = self._loop.call_at(self._due()[0], self._look)
 
     def wait_again(self) -> None:
-        """Note that the endpoint is waited for from now on."""
+        """Restart the time that the endpoint may be silent."""
         self._since_s = self._loop.time()
 
     def stop(self) -> None:
-        """Time nothing more."""
+        """Stop timing."""
         if self._timer is not None:
             self._timer.cancel()
 

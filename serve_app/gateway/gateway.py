@@ -1,4 +1,4 @@
-"""The gateway: lets a request in, has it answered, and notes what has become of it.
+"""The gateway: it lets requests in, has them answered, and records the results.
 
 Everything here runs on one event loop. A choice and its reservation happen without an await in
 between, so no two requests are placed on the same state.
@@ -60,7 +60,7 @@ class Gateway:
     """Whether it is about to end, and lets nothing in."""
 
     def __post_init__(self) -> None:
-        """Make what requests pass through."""
+        """Make the parts that requests pass through."""
         means = load_scenario(self.cluster.scenario).mean_lengths_tokens
         self.table = ReplicaTable(means)
         self.history = History()
@@ -139,7 +139,7 @@ class Gateway:
     def _open(
         self, request: InferenceRequest, service_class: SloClass, downstream: Downstream
     ) -> Answer:
-        """Let a request in, and begin its answer; errors are those of `serve`."""
+        """Let a request in, and begin its answer; raises what `serve` raises."""
         if self.draining:
             self.metrics.refused.labels("draining").inc()
             raise Draining("the gateway is about to end; ask another")
@@ -173,7 +173,7 @@ class Gateway:
         return answer
 
     async def drain(self, within_s: float | None = None) -> int:
-        """Let nothing more in, wait until all is answered, and return how many were cut off.
+        """Let nothing more in, wait for all answers, and return how many were cut off.
 
         Those are what is not answered within `limits.drain_s`, or the time that is given: each ends
         with an error, and a stream with an event that says so.
@@ -189,7 +189,7 @@ class Gateway:
         return cut
 
     async def _answered(self, most_s: float) -> None:
-        """Wait until nothing is in flight, but no longer than that."""
+        """Wait until nothing is in flight, at most for a given time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(most_s):
                 while self.in_flight:
@@ -200,7 +200,7 @@ class Gateway:
         return self._placement.refresh()
 
     def states(self) -> dict[str, ReplicaStatus]:
-        """Whether each replica could be sent a request now, or why not, by its name."""
+        """Whether each replica takes requests now, or why not, by its name."""
         now_s, replicas = self.refresh(), self.table.replicas
         state_of = self._placement.availability.state_of
         return {name: state_of(replica, now_s) for name, replica in replicas.items()}
@@ -231,7 +231,7 @@ class Gateway:
     def _grant(
         self, request: InferenceRequest, downstream: Downstream, most_tokens: float
     ) -> Grant | None:
-        """Reserve what a request may need of its caller's limits; None: it has none."""
+        """Reserve a request's share of its caller's limits; None: the caller has no limits."""
         longest = request.max_tokens or self.cluster.limits.default_output_tokens
         num_tokens = int(min(len(request.token_ids) + longest, most_tokens))
         granted = self.limits.admit(request.caller, num_tokens)
@@ -243,7 +243,7 @@ class Gateway:
         return granted
 
     def max_tokens_of(self, model: ServedModel) -> float:
-        """Longest prompt plus output that any of its pools takes; infinite: nobody says."""
+        """Longest prompt plus output that any of its pools takes; infinite: unknown."""
         pools = self.backends.items()
         lengths = [pool.max_model_tokens for name, pool in pools if model.is_served_by(name)]
         return max(lengths, default=math.inf)
@@ -253,7 +253,7 @@ class Gateway:
             self.metrics.of_tenant(request.caller.tenant).refused.inc()
 
     def _settle(self, answer: Answer) -> None:
-        """Note what has become of a request, once for all its attempts."""
+        """Record the result of a request, once for all its attempts."""
         if answer.request.caller is not ANYBODY:
             used = answer.used_tokens
             if answer.grant is not None:

@@ -14,20 +14,20 @@ _IDS = random.Random()
 
 
 def new_id() -> str:
-    """Return 32 hexadecimal digits; `uuid4` would ask the kernel for each."""
+    """Return 32 hexadecimal digits; `uuid4` would need a system call."""
     return f"{_IDS.getrandbits(128):032x}"
 
 
 class ReplicaFailed(RuntimeError):
-    """A replica that did not do what it was asked; the text says why."""
+    """A replica failed; the text says how."""
 
 
 class ReplicaUnreachable(ReplicaFailed):
-    """A replica that took no connection, whatever was asked."""
+    """A replica accepted no connection."""
 
 
 class ReplicaFull(ReplicaFailed):
-    """A replica that takes no more requests for now."""
+    """A replica takes no more requests for now."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class ReplicaFull(ReplicaFailed):
         retry_after_s: float | None = None,
         headers: Headers = (),
     ) -> None:
-        """Keep its status, 429 or 503, and what it says of its limits.
+        """Keep the status, 429 or 503, and the headers about limits.
 
         `retry_after_s` is when it is to be asked again; None: it does not say.
         """
@@ -45,20 +45,20 @@ class ReplicaFull(ReplicaFailed):
 
 
 class ReplicaRefused(ReplicaFailed):
-    """A replica whose engine does not take this request, and is well otherwise."""
+    """A healthy replica does not take this request."""
 
 
 class ReplicaTooSmall(ReplicaRefused):
-    """A replica that can never hold this request; those of another pool may."""
+    """A replica can never hold this request; one of another pool may."""
 
 
 class ReplicaLacks(ReplicaRefused):
-    """A replica that does not know the model or the route that is asked for; another may."""
+    """A replica does not know the model or the route; another may."""
 
     def __init__(
         self, reason: str, model: str | None, rejection: RequestRejected | None = None
     ) -> None:
-        """Say what it lacks: a model, by the name by which it was asked; None: the route.
+        """Say what it lacks: a model, by the name in the request; None: the route.
 
         The name is empty where the pool fills it in. `rejection` is what it answered; None: another
         process knows.
@@ -68,11 +68,11 @@ class ReplicaLacks(ReplicaRefused):
 
 
 class ReplicaTimeout(ReplicaFailed):
-    """A replica that took longer than its pool's deadlines allow."""
+    """A replica took longer than its pool's deadlines allow."""
 
 
 class RequestRejected(RuntimeError):
-    """What an endpoint has against the request itself: the caller gets it as it is."""
+    """An endpoint rejects the request itself; the caller gets the endpoint's answer."""
 
     def __init__(self, status: int, headers: Headers, body: bytes) -> None:
         super().__init__(f"the endpoint answered {status}")
@@ -80,7 +80,7 @@ class RequestRejected(RuntimeError):
 
 
 class ResponseGone(RequestRejected):
-    """A request about a response whose endpoint is gone."""
+    """The endpoint that held a response is gone."""
 
     def __init__(self) -> None:
         message = "the response is not found: the endpoint that made it is gone"
@@ -90,7 +90,7 @@ class ResponseGone(RequestRejected):
 
 
 class Refused(RuntimeError):
-    """A request that is not let in for now."""
+    """A request is not let in for now."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Refused(RuntimeError):
         status: int = 429,
         headers: Headers = (),
     ) -> None:
-        """Say when to come back, and which limit of the caller was reached, where that is why.
+        """Say when to come back, and which of the caller's limits was reached, if one was.
 
         The status is 503, and not 429, where endpoints have no room for anybody; `headers` are what
         they say of their limits.
@@ -111,11 +111,11 @@ class Refused(RuntimeError):
 
 
 class Unserved(RuntimeError):
-    """A request that was let in and could not be answered; the text says why."""
+    """A request was let in and could not be answered; the text says why."""
 
 
 class Unanswerable(Unserved):
-    """A request that no pool can ever answer, as it is."""
+    """A request can never be answered, by any pool."""
 
     def __init__(self, reason: str, status: int = 400) -> None:
         super().__init__(reason)
@@ -123,4 +123,4 @@ class Unanswerable(Unserved):
 
 
 class Draining(Unserved):
-    """A request that comes when the gateway is about to end."""
+    """A request comes while the gateway ends."""

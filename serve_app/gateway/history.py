@@ -1,4 +1,4 @@
-"""The last minutes, second by second, for the page that people watch."""
+"""The last minutes, second by second, for the dashboard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUM_DECISIONS = 30
 
 @dataclass
 class _Bin:
-    """What ended, and where requests went, in `BIN_S` seconds."""
+    """Requests that ended, and decisions, in `BIN_S` seconds."""
 
     start_s: float
     num_finished: int = 0
@@ -37,7 +37,7 @@ class _Bin:
     _row: dict[str, Any] | None = None
 
     def row(self) -> dict[str, Any]:
-        """As JSON; percentiles are costly, so what is over is laid out once."""
+        """Return it for JSON; percentiles are costly, so those of a past bin are kept."""
         if self._row is None or not self.over:
             self._row = {
                 "time_s": self.start_s,
@@ -51,14 +51,14 @@ class _Bin:
 
 
 class History:
-    """Bounded memory of what ended when, and of the last decisions with their reasons."""
+    """Recent ends of requests, and recent decisions with their reasons, in bounded memory."""
 
     def __init__(self) -> None:
         self._bins: deque[_Bin] = deque(maxlen=_NUM_BINS)
         self._decisions: deque[tuple[Any, ...]] = deque(maxlen=_NUM_DECISIONS)
 
     def finish(self, now_s: float, ttft_s: float, response_s: float, kept: bool) -> None:
-        """Note the end of a request; times are NaN where there are none."""
+        """Record the end of a request; missing times are NaN."""
         latest = self._bin(now_s)
         latest.num_finished += 1
         latest.num_kept += kept
@@ -69,7 +69,7 @@ class History:
                     del times[::2]
 
     def decide(self, now_s: float, snapshots: SnapshotTable, choice: ReplicaChoice) -> None:
-        """Note where a request went; laid out only when somebody looks."""
+        """Record a decision; it is formatted only when somebody looks."""
         self._bin(now_s).sent[snapshots.candidates.pools[choice.index]] += 1
         self._decisions.append((now_s, snapshots, choice))
 

@@ -1,4 +1,4 @@
-"""Requests that wait at the gateway, because every replica that could take them has enough.
+"""Requests that wait at the gateway while every replica for them is full.
 
 They wait in one line by their order keys. As soon as a replica has room, the policy that decides
 then chooses for the first of them, from what is known then (late binding). An engine's own queue
@@ -31,11 +31,11 @@ _MOST_SHOWN = 100
 
 
 class QueueFull(ReplicaFull):
-    """A request that comes where as many wait as may."""
+    """The line is as long as it may be."""
 
 
 class WaitedTooLong(ReplicaFull):
-    """A request for which there was no room in time."""
+    """No replica had room for a request in time."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,7 +46,7 @@ class _Held:
 
 
 class Holding:
-    """The line; on one event loop."""
+    """Requests that wait for a replica; one event loop uses it."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Holding:
         self._looking: asyncio.TimerHandle | None = None
 
     async def place(self, answer: Answer, max_wait_s: float | None = None) -> Pick:
-        """Wait until a replica has room, and return it, with a place that is reserved.
+        """Wait until a replica has room; return it, with a place reserved.
 
         Being cancelled gives the place up. `max_wait_s` replaces the queue's. QueueFull: as many
         wait as may. WaitedTooLong: there was no room in time.
@@ -107,7 +107,7 @@ class Holding:
             raise
 
     def release(self) -> None:
-        """Place those for whom there is room, in the order of their keys."""
+        """Place waiting requests for which there is room, in the order of their keys."""
         blocked: set[tuple[object, ...]] = set()
         for held in self._line.in_order(self._clock_s()):
             if not self._placement.has_room():
@@ -138,7 +138,7 @@ class Holding:
             self._look_later()
 
     def describe(self) -> dict[str, Any]:
-        """Tell who waits, who is next first, and why: how full pools are."""
+        """Return the line, first to last, and why it waits: how full the pools are."""
         now_s, settings = self._clock_s(), self._settings
         availability = self._placement.availability
         waiting = [

@@ -14,7 +14,7 @@ class HostMetrics:
         psutil.cpu_percent()  # The first call only starts the measurement.
 
     def read(self, now_s: float) -> dict[str, float]:
-        """Return what can be measured, by name, at a time of any clock; shares are from 0 to 1."""
+        """Return what can be measured, by name, at a time of any clock; shares are 0 to 1."""
         memory = psutil.virtual_memory()
         values = {
             "cpu_used_fraction": psutil.cpu_percent() / 100.0,

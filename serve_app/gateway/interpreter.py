@@ -1,4 +1,4 @@
-"""How Python runs in a process with one event loop for all requests: a gateway, a replica."""
+"""Settings of Python for a process with one event loop for all requests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _YOUNG_COLLECTIONS = 20
 
 
 def share() -> None:
-    """Let no thread keep the interpreter for long while another waits for it."""
+    """Have threads give the interpreter up soon while another waits for it."""
     sys.setswitchinterval(_SWITCH_S)
 
 
 def settle() -> None:
-    """Keep what is here for good: collections that look through it would hold requests up."""
+    """Exempt existing objects from garbage collection, which would hold requests up."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_COLLECTIONS, _YOUNG_COLLECTIONS)

@@ -1,4 +1,4 @@
-"""Fields of a JSON object, and where their values stand in its text."""
+"""Fields of a JSON object, and the positions of their values in its text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def spans(text: str) -> list[tuple[str, Any, int, int]]:
 
 
 def replace_field(body: bytes, name: str, value: str | int) -> bytes:
-    """Return an object with another value of one field; the rest of it stays byte by byte."""
+    """Return an object with a new value of one field; all other bytes stay."""
     text, new = body.decode(), json.dumps(value)
     pieces, done = [], 0
     for field, _, start, end in spans(text):
@@ -45,7 +45,7 @@ def replace_field(body: bytes, name: str, value: str | int) -> bytes:
 
 
 def set_field(body: bytes, name: str, value: str | int) -> bytes:
-    """Return an object with a value of one field, put first where the field is not there."""
+    """Return an object with one field set; a new field is put first."""
     text = body.decode()
     fields = spans(text)
     if any(field == name for field, *_ in fields):

@@ -42,7 +42,7 @@ async def watch_service(
 
 
 class _Watch:
-    """One list, and what changes from then on."""
+    """One list of endpoints, and its changes from then on."""
 
     def __init__(self, service: KubernetesService, use: Callable[[Found], None]) -> None:
         url = str(service.api_server or "").rstrip("/")
@@ -58,7 +58,7 @@ class _Watch:
         self._namespace = service.namespace or (ACCOUNT / "namespace").read_text().strip()
 
     async def run(self) -> None:
-        """List and watch; return where the changes since are forgotten there."""
+        """List and watch; return once Kubernetes no longer has the changes since."""
         async with asyncio.timeout(_LIST_S):
             status, body = await self.client.get(self._origin, self._head(""), _MAX_LIST_BYTES)
         if status != 200:
@@ -72,7 +72,7 @@ class _Watch:
             await asyncio.sleep(_AGAIN_S / 5)
 
     async def _follow(self, version: str) -> str | None:
-        """Take what changes until the answer ends; return the last version, None: list again."""
+        """Apply changes until the answer ends; return the last version, None: list again."""
         query = f"&watch=1&allowWatchBookmarks=true&resourceVersion={quote(version)}"
         head, rest = self._head(f"{query}&timeoutSeconds={_WATCH_S}"), b""
         async with asyncio.timeout(_WATCH_S + _LIST_S):
@@ -97,7 +97,7 @@ class _Watch:
         return str(item["metadata"]["resourceVersion"])
 
     def _tell(self) -> None:
-        """Say which endpoints are ready; of a service with both kinds of IP, those of IPv4."""
+        """Report the ready endpoints; of a service with both kinds of IP, those of IPv4."""
         wanted, urls = self._service.port, dict[str, str | None]()
         kinds = {item["addressType"] for item in self._slices.values()}
         for item in self._slices.values():

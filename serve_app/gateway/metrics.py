@@ -1,4 +1,4 @@
-"""The gateway's series for Prometheus."""
+"""The gateway's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_TENANT, _OTHERS = "none", "other"
 
 @dataclass(frozen=True)
 class PoolSeries:
-    """Series of one pool: to look them up by label takes as long as to write them."""
+    """Series of one pool, kept because a look-up by labels takes as long as a write."""
 
     in_flight: Gauge
     sends: Counter
@@ -41,7 +41,7 @@ class TenantSeries:
 
 
 class Metrics:
-    """All series of one gateway, in a registry of its own: each with its text and its labels."""
+    """All metrics of one gateway, in a registry of its own: each with its text and labels."""
 
     requests: Annotated[Counter, "Requests by what became of them.", _REQUEST]
     prompt_tokens: Annotated[Counter, "Tokens of prompts.", _POOL]
@@ -109,13 +109,13 @@ class Metrics:
         return series
 
     def know_tenants(self, tenants: Iterable[str]) -> None:
-        """Count these by their names, the first 256 that ever were."""
+        """Count these tenants by name, up to 256 in the life of the process."""
         for tenant in sorted(tenants):
             if tenant not in self._tenants and len(self._tenants) < _MAX_TENANTS:
                 self._tenants[tenant] = self._series_of(tenant)
 
     def of_tenant(self, tenant: str) -> TenantSeries:
-        """Return the series of a tenant; `none` where there is none, `other` of one unknown."""
+        """Return the series of a tenant; `none` without one, `other` for an unknown one."""
         series = self._tenants.get(tenant)
         return series or self._series_of(_OTHERS if tenant else _NO_TENANT)
 

@@ -1,4 +1,4 @@
-"""By what key a request waits, in engines of ours, in vLLM and at the gateway: lower goes first."""
+"""Keys by which requests wait at the gateway, in our engines and in vLLM: lower goes first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bounded_key(
 
 
 def order_fields(order_key: OrderKey | None) -> dict[str, float | None]:
-    """Name the numbers of a key, as answers and logs show them; None where there is none.
+    """Return the numbers of a key by name, as answers and logs show them; None: no key.
 
     JSON has no number for infinity: a key that is infinite is behind all others.
     """

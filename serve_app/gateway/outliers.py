@@ -1,4 +1,4 @@
-"""Which replicas are left out because they fail, for how long, and how they come back.
+"""Ejects replicas that fail, for a while, and lets them come back.
 
 As Envoy's outlier detection: a replica that fails several requests in a row is ejected, for twice
 as long each time. It is then readmitted slowly: one request at a time, and twice as many with every
@@ -29,7 +29,7 @@ class _Record:
 
 
 class OutlierDetector:
-    """Remembers failures of replicas; one that never failed costs a look into a dict."""
+    """Remembers failures of replicas; a replica that never failed costs one dict look-up."""
 
     def __init__(
         self, settings: OutlierEjection, clock_s: Callable[[], float] = time.monotonic
@@ -42,7 +42,7 @@ class OutlierDetector:
         """Failures of replicas since an answer of theirs last began."""
 
     def fail(self, replica_id: str, sent_s: float) -> bool:
-        """Note a failure; return whether the replica is ejected for it.
+        """Record a failure; return whether it ejects the replica.
 
         Requests that were sent before it was ejected, by the detector's clock, say nothing new.
         """
@@ -61,7 +61,7 @@ class OutlierDetector:
         return True
 
     def begin(self, replica_id: str, sent_s: float) -> None:
-        """Note that an answer has begun: the replica works."""
+        """Note that an answer has begun, so the replica works."""
         self.in_a_row.pop(replica_id, None)
         record = self.records.get(replica_id)
         if record is None or sent_s < record.until_s:
@@ -71,7 +71,7 @@ class OutlierDetector:
             del self.records[replica_id]
 
     def admits(self, replica_id: str, num_in_flight: int) -> bool:
-        """Whether a replica with so many requests in flight may be sent another."""
+        """Whether a replica with that many requests in flight may be sent another."""
         record = self.records.get(replica_id)
         if record is None or self._readmitted(record):
             return True
@@ -83,7 +83,7 @@ class OutlierDetector:
         return 0.0 if record is None else max(record.until_s - self.clock_s(), 0.0)
 
     def keep(self, replica_ids: Iterable[str]) -> None:
-        """Forget the replicas that are not there, once they would be readmitted."""
+        """Forget replicas that are gone, once they would have been readmitted."""
         if self.in_a_row:
             self.in_a_row = {r: n for r, n in self.in_a_row.items() if r in set(replica_ids)}
         if self.records:
@@ -96,7 +96,7 @@ class OutlierDetector:
             }
 
     def saved(self) -> dict[str, Any]:
-        """Failures that are not forgiven, with times from now on, seconds."""
+        """Failures that still count, with times relative to now, seconds."""
         now_s = self.clock_s()
         return {
             name: [record.level, record.ejected_s - now_s, record.until_s - now_s, record.num_begun]
@@ -104,7 +104,7 @@ class OutlierDetector:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take up what was saved, as if no time had passed; a ValueError: it is no such thing."""
+        """Restore what was saved, as if no time had passed; a ValueError: it is malformed."""
         now_s, most_s = self.clock_s(), self._settings.max_s
         records = {}
         for replica_id, (level, ejected_s, until_s, num_begun) in saved.items():
@@ -118,13 +118,13 @@ class OutlierDetector:
         return record.num_begun >= self._settings.readmit_after
 
     def _level(self, record: _Record, now_s: float) -> int:
-        """Ejections that are not forgiven; time without a failure forgives one after another."""
+        """Ejections that still count; time without a failure removes one after another."""
         quiet_s = max(now_s - record.until_s, 0.0)
         return max(record.level - int(quiet_s / self._settings.max_s), 0)
 
 
 class BackOff(dict[tuple[Any, ...], tuple[float, float]]):
-    """What is not asked again for a while, and for twice as long each time that it refuses.
+    """What is left alone for a while after it refused, twice as long each time.
 
     Until when, and for how long that was, by what is left alone; what does again what it refused
     is popped.
@@ -137,7 +137,7 @@ class BackOff(dict[tuple[Any, ...], tuple[float, float]]):
         self._base_s, self._max_s, self._clock_s = base_s, max_s, clock_s
 
     def refuse(self, what: tuple[Any, ...], retry_after_s: float | None = None) -> None:
-        """Note a refusal; `retry_after_s` is when it says that it may be asked again, seconds."""
+        """Record a refusal; `retry_after_s` is when it says to come back, seconds."""
         now_s = self._clock_s()
         until_s, rest_s = self.get(what, (-math.inf, 0.0))
         # Those that were on their way when it refused say nothing new.

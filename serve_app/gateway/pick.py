@@ -1,4 +1,4 @@
-"""The outcome of a placement: where one attempt goes, and what was known when that was decided."""
+"""The outcome of a placement: the replica of an attempt, and what was known about it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenyard.routing.types import OrderKey
 # Not frozen: that takes four times as long to make, and every request makes one.
 @dataclass(slots=True)
 class Pick:
-    """Where an attempt goes, and what was known when that was decided."""
+    """The replica of an attempt, and what was known when it was chosen."""
 
     time_s: float
     """When that was, Unix time, seconds."""

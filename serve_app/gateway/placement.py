@@ -1,4 +1,4 @@
-"""Where a request goes: the choice and the reservation, without an await in between.
+"""Chooses a replica and reserves it, without an await in between.
 
 No two requests are placed on the same state: the next one sees what the last one has reserved.
 """
@@ -43,7 +43,7 @@ _MIN_RETRY_AFTER_S, _MAX_RETRY_AFTER_S = 1, 60
 
 
 class Placement:
-    """Chooses replicas for requests, and notes what is on its way to them."""
+    """Chooses replicas for requests, and counts the requests on their way to them."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Placement:
         return pick
 
     def give_key(self, answer: Answer, expected_wait_s: Callable[[], float]) -> None:
-        """Ask the policy for the key of a request that has to wait, where it has none yet.
+        """Ask the policy for the key of a request that has to wait, unless it has one.
 
         `expected_wait_s` returns for how long it will wait; it is only called where it gets a key.
         """
@@ -158,20 +158,20 @@ class Placement:
         return bool(len(self.availability.with_room(rows)))
 
     def finish(self, pick: Pick, request_id: str, now_s: float, response_s: float | None) -> None:
-        """Note the end of an attempt; `response_s` is None where it was not completed."""
+        """Record the end of an attempt; `response_s` is None where it was not completed."""
         pick.replica.in_flight.close(request_id, now_s, response_s)
         self._metrics.of_pool(pick.replica.pool).in_flight.dec()
         if pick.by_ray and self._ray is not None:
             self._ray.finished(pick.replica.replica_id)
 
     def fail(self, replica: ReplicaState, sent_s: float) -> None:
-        """Note a failed request of a replica; `sent_s` is by the outlier detector's clock."""
+        """Record a failure of a replica; `sent_s` is by the outlier detector's clock."""
         self.availability.fail(replica, sent_s)
         if self._ray is not None:
             self._ray.died(replica.replica_id)
 
     def retry_after_s(self, endpoint_s: float | None = None) -> int:
-        """Whole seconds until a place is likely to be free, as an endpoint says or as it looks."""
+        """Whole seconds until a place is likely free, by what endpoints say or an estimate."""
         if endpoint_s is None:
             rows = self.availability.admitted(self._clock_s())
             endpoint_s = float(_MIN_RETRY_AFTER_S)
@@ -183,7 +183,7 @@ class Placement:
     def _seen_by(
         self, runner: PolicyRunner, answer: Answer, rows: IntArray
     ) -> tuple[Request, SnapshotTable]:
-        """Return the request and some replicas as policies see them."""
+        """Return the request and replicas as policies see them."""
         snapshots = self._table.snapshots(rows, answer.prompt)
         if self._picker.sees_queues:
             # Here and not where a policy looks: one that never decides would let it grow.
@@ -204,7 +204,7 @@ class Placement:
         return request, snapshots
 
     def _index_of(self, by_ray: str, rows: IntArray) -> int | None:
-        """Position of Ray's choice among the candidates; None: it chose none of them."""
+        """Index of Ray's choice among the candidates; None: it is not among them."""
         replica = self._table.replicas.get(by_ray)
         indices = [] if replica is None else np.flatnonzero(rows == replica.row).tolist()
         if indices:
@@ -214,7 +214,7 @@ class Placement:
         return None
 
     def _reserve(self, answer: Answer, pick: Pick) -> None:
-        """Note that the request is on its way, before anything else can be placed."""
+        """Count the request as on its way, before another is placed."""
         choice, replica = pick.choice, pick.replica
         context = choice.request.context_tokens
         match_tokens = int(pick.snapshots.live[choice.index, LIVE_MATCH_TOKENS])

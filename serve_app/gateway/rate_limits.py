@@ -1,4 +1,4 @@
-"""How much each caller may ask for: token buckets by the minute, and quotas by the day.
+"""Limits per caller: token buckets per minute, and quotas per day.
 
 One process counts for all carriers, with the request that asks for a place, so that counts are
 exact. Tokens are reserved at arrival, prompt and longest answer, and settled at the end. All
@@ -29,7 +29,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Now(NamedTuple):
-    """A point in time."""
+    """A point in time, by two clocks."""
 
     ns: int
     """By a clock that never goes back, nanoseconds."""
@@ -39,14 +39,14 @@ class Now(NamedTuple):
 
     @classmethod
     def of(cls, ns: int, unix_s: float) -> Now:
-        """Name the point at which two clocks show these."""
+        """Make the point from the readings of both clocks."""
         day, second = divmod(int(unix_s), _DAY_S)
         return cls(ns, day, _DAY_S - second)
 
 
 @dataclass(frozen=True, slots=True)
 class OverLimit:
-    """Why a caller may not ask now, as OpenAI's clients expect it."""
+    """Why a caller may not ask now, in the terms of OpenAI's clients."""
 
     reason: str
     retry_after_s: int
@@ -57,7 +57,7 @@ class OverLimit:
 
 
 class Bucket:
-    """Units that come back evenly, until there is a minute's worth.
+    """Units that come back evenly, up to the number for a minute.
 
     Levels count in 60 billionths of a unit, of which `per_minute` come back each nanosecond.
     """
@@ -75,20 +75,20 @@ class Bucket:
             self._at_ns = now_ns
 
     def take(self, amount: int) -> None:
-        """Take units, more than there are where they were used already; less than 0: give back."""
+        """Take units, even more than there are; a negative number gives units back."""
         self._fill(-amount * _MINUTE_NS)
 
     def wait_ns(self, amount: int) -> int:
-        """Time until so many units are there; 0: they are."""
+        """Time until that many units are there; 0: they are."""
         return max(-(-(amount * _MINUTE_NS - self.level) // self.per_minute), 0)
 
     @property
     def remaining(self) -> int:
-        """Whole units that are there."""
+        """Whole units that are left."""
         return max(self.level // _MINUTE_NS, 0)
 
     def change(self, per_minute: int) -> None:
-        """Hold another number from now on, of which the same are used."""
+        """Change the size of the bucket; the used units stay used."""
         self.per_minute = per_minute
         self._fill(0)
 
@@ -97,7 +97,7 @@ class Bucket:
 
 
 class Meter:
-    """What one caller uses of one quantity."""
+    """One caller's use of one quantity."""
 
     def __init__(
         self, what: Quantity, per_minute: int | None, per_day: int | None, now: Now
@@ -107,7 +107,7 @@ class Meter:
         self._now, self._used = now, 0
 
     def advance(self, now: Now) -> None:
-        """Go on in time; a clock that was set back a little opens no new day."""
+        """Go on in time; a clock that is set back a little starts no new day."""
         if self._bucket is not None:
             self._bucket.advance(now.ns)
         if now.day > self._now.day or now.day < self._now.day - 1:
@@ -116,7 +116,7 @@ class Meter:
             self._now = now
 
     def change(self, per_minute: int | None, per_day: int | None, now: Now) -> None:
-        """Have other limits from now on; what was used was used."""
+        """Change the limits; use so far still counts."""
         self.advance(now)
         self._per_day = per_day
         if per_minute is None:
@@ -127,7 +127,7 @@ class Meter:
             self._bucket.change(per_minute)
 
     def take(self, amount: int) -> None:
-        """Note what is used; less than 0: what was not."""
+        """Add to the use; a negative number takes back."""
         if self._bucket is not None:
             self._bucket.take(amount)
         self._used = max(self._used + amount, 0)
@@ -167,7 +167,7 @@ class Meter:
         )  # fmt: skip
 
     def headers(self) -> Headers:
-        """Lay out the limit, what remains of it, and when it is whole again, as OpenAI does."""
+        """Return OpenAI's headers: the limit, the rest of it, and when it is whole again."""
         if self._bucket is not None:
             per_minute = self._bucket.per_minute
             reset = _duration(self._bucket.wait_ns(per_minute))
@@ -183,12 +183,12 @@ class Meter:
         ]
 
     def saved(self) -> list[int | None]:
-        """Lay out what is used."""
+        """Return the use, for JSON."""
         level = None if self._bucket is None else self._bucket.level
         return [level, self.day, self._used]
 
     def restore(self, saved: list[int | None]) -> None:
-        """Take up what was used when it was saved; `advance` then lets units come back."""
+        """Restore the use as of when it was saved; `advance` then lets units come back."""
         level, day, used = saved
         if self._bucket is not None and level is not None:
             self._bucket.level = min(self._bucket.level, level)
@@ -197,7 +197,7 @@ class Meter:
 
 
 class Account:
-    """What one caller uses."""
+    """The use of one caller."""
 
     def __init__(self, limits: CallerLimits, now: Now) -> None:
         self.limits = limits
@@ -206,13 +206,13 @@ class Account:
         self.tokens = Meter("tokens", limits.tokens_per_minute, limits.tokens_per_day, now)
 
     def change(self, limits: CallerLimits, now: Now) -> None:
-        """Have other limits from now on."""
+        """Change the limits."""
         self.limits = limits
         self.requests.change(limits.requests_per_minute, limits.requests_per_day, now)
         self.tokens.change(limits.tokens_per_minute, limits.tokens_per_day, now)
 
     def take(self, num_tokens: int, now: Now) -> OverLimit | None:
-        """Take a request and its tokens; where that cannot be, say why and take nothing."""
+        """Take a request and its tokens; if a limit forbids that, say why and take nothing."""
         for meter in (self.requests, self.tokens):
             meter.advance(now)
         refusal = self.requests.refusal(1) or self.tokens.refusal(num_tokens)
@@ -222,21 +222,21 @@ class Account:
         return refusal
 
     def headers(self) -> Headers:
-        """Lay out all limits by the minute, or else by the day."""
+        """Return the headers of the limits per minute, or else per day."""
         return self.requests.headers() + self.tokens.headers()
 
     def saved(self) -> dict[str, Any]:
-        """Lay out what is used."""
+        """Return the use, for JSON."""
         return {"requests": self.requests.saved(), "tokens": self.tokens.saved()}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take up what was used."""
+        """Restore the use."""
         self.requests.restore(saved["requests"])
         self.tokens.restore(saved["tokens"])
 
 
 class Grant:
-    """A request that was let in, and the tokens that are reserved for it."""
+    """An admitted request, and the tokens that are reserved for it."""
 
     __slots__ = ("_account", "_day", "_reserved", "headers")
 
@@ -245,17 +245,17 @@ class Grant:
         self._day, self.headers = account.tokens.day, account.headers()
 
     def settle(self, num_tokens: int) -> None:
-        """Count the tokens that were used in place of those that were reserved."""
+        """Count the tokens that were used in place of the reserved ones."""
         self._account.tokens.return_to(self._reserved - num_tokens, self._day)
 
     def cancel(self) -> None:
-        """Count nothing: the gateway had no room."""
+        """Return everything: the gateway had no room."""
         self._account.requests.return_to(1, self._day)
         self.settle(0)
 
 
 class RateLimits:
-    """Counts what all callers use."""
+    """Counts the use of all callers."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class RateLimits:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         clock_s: Callable[[], float] = time.time,
     ) -> None:
-        """Count from nothing.
+        """Start with no use.
 
         `limits_of` returns what a caller may ask for, None where that is all, and raises a
         LookupError where the caller is not known any more.
@@ -275,7 +275,7 @@ class RateLimits:
         self._restored_s = 0.0
 
     def admit(self, caller: Caller, num_tokens: int) -> Grant | OverLimit | None:
-        """Let a request of so many tokens, prompt and longest answer, in, or say why not.
+        """Admit a request of that many tokens, prompt and longest answer, or say why not.
 
         None: nothing is limited.
         """
@@ -294,7 +294,7 @@ class RateLimits:
         return account.take(num_tokens, now) or Grant(account, num_tokens)
 
     def saved(self) -> dict[str, Any]:
-        """Return what keys have used, as JSON has it; addresses are forgotten."""
+        """Return the use of keys, for JSON; the use of addresses is forgotten."""
         now = Now.of(self._clock_ns(), self._clock_s())
         for account in self._by_key.values():
             account.requests.advance(now)
@@ -308,7 +308,7 @@ class RateLimits:
         return {"saved_s": self._clock_s(), "keys": kept | used}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore what was saved."""
         self._restored, self._restored_s = dict(saved["keys"]), float(saved["saved_s"])
 
     def _account(self, caller: Caller, limits: CallerLimits, now: Now) -> Account:
@@ -329,7 +329,7 @@ class RateLimits:
         return account
 
     def _opened(self, key: str, limits: CallerLimits, now: Now) -> Account:
-        """Make the account of a key, in which is used what was before a restart."""
+        """Open the account of a key, with its use before a restart."""
         if key not in self._restored:
             return Account(limits, now)
         passed_ns = int(min(max(self._clock_s() - self._restored_s, 0.0), 60.0) * 1e9)
@@ -339,7 +339,7 @@ class RateLimits:
 
 
 def _network_of(address: str) -> str:
-    """Return what one caller has: an address, or of IPv6 a network of 64 bits."""
+    """Return what counts as one caller: an IPv4 address, or the /64 of an IPv6 one."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

@@ -11,7 +11,7 @@ from serve_app import ray_private
 
 
 class RayDefault:
-    """Ray Serve's power of two choices, its own code, over the replicas of all pools.
+    """Ray Serve's power of two choices (its own code) over the replicas of all pools.
 
     Serve runs it within one deployment. Here it is given the replicas of several, and is told what
     a handle would tell it: what was sent, what came back, and how long queues are.
@@ -35,7 +35,7 @@ class RayDefault:
             self._router.update_replicas(list(replicas))
 
     async def choose(self) -> str:
-        """Return the id of the replica that Ray would send the next request to."""
+        """Return the id of the replica that Ray would choose."""
         metadata = ray_private.RequestMetadata(
             request_id=uuid.uuid4().hex, internal_request_id=uuid.uuid4().hex
         )

@@ -1,4 +1,4 @@
-"""What the policies are told of the replicas: one table, in the simulator's names and units.
+"""What policies know of the replicas: one table, in the names and units of the simulator.
 
 Two sources meet here. A replica publishes its queue, its batch and its memory now and then; what
 this router has sent itself and got back it knows at once. Both are written into one row of numbers
@@ -37,12 +37,12 @@ class Row(Protocol):
     """The numbers of one replica, by the columns of `snapshot_table`."""
 
     def __setitem__(self, column: int, value: float, /) -> None:
-        """Write one."""
+        """Write one number."""
 
 
 @dataclass(frozen=True)
 class EndpointInfo:
-    """What an endpoint says that it is; None: it does not say."""
+    """What an endpoint publishes about its model; None: unknown."""
 
     engine: str | None = None
     models: frozenset[str] | None = None
@@ -57,7 +57,7 @@ class EndpointInfo:
 
 @dataclass(slots=True)
 class _Sent:
-    """A request of one replica."""
+    """A request at one replica."""
 
     assumed_prefill_tokens: float
     predicted_output_tokens: float
@@ -68,7 +68,7 @@ class _Sent:
 
 
 class InFlight:
-    """What this router sent to one replica and has not got back; a row is told of it."""
+    """Requests that this router sent to one replica and that have not ended."""
 
     def __init__(self, row: Row) -> None:
         self._requests: dict[str, _Sent] = {}
@@ -83,7 +83,7 @@ class InFlight:
         self.tell(row)
 
     def tell(self, row: Row) -> None:
-        """Write all into a row, and from now on what changes."""
+        """Write everything to a row, and later changes as they come."""
         self._row = row
         self.count = len(self._requests)
         """Requests in flight."""
@@ -105,7 +105,7 @@ class InFlight:
         )
 
     def count_at(self, time_s: float) -> int:
-        """Requests that were in flight at a time, as far as is remembered."""
+        """Requests in flight at a time, as far back as is remembered."""
         if time_s >= self._times_s[-1]:
             return self._counts[-1]
         return self._counts[max(bisect_right(self._times_s, time_s) - 1, 0)]
@@ -119,7 +119,7 @@ class InFlight:
         prompt_tokens: int = 0,
         blocks: IntArray = _NO_BLOCKS,
     ) -> None:
-        """Note a request that is on its way."""
+        """Add a request that is on its way."""
         self._requests[request_id] = _Sent(
             assumed_prefill_tokens, predicted_output_tokens, prompt_tokens, blocks
         )
@@ -128,7 +128,7 @@ class InFlight:
         self._change(now_s)
 
     def receive(self, request_id: str, num_generated: int) -> None:
-        """Note how many tokens of a request have come so far."""
+        """Record how many tokens of an answer have come so far."""
         request = self._requests.get(request_id)
         if request is None or num_generated <= request.num_generated:
             return
@@ -143,7 +143,7 @@ class InFlight:
         self._row[columns.STATE_OUTPUT_IN_FLIGHT] = self.output_tokens
 
     def close(self, request_id: str, now_s: float, response_s: float | None = None) -> None:
-        """Note the end of a request; `response_s` is None where it was not completed."""
+        """Remove a request; `response_s` is None where it was not completed."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -159,7 +159,7 @@ class InFlight:
         self._change(now_s)
 
     def prompts(self) -> Iterator[tuple[int, IntArray]]:
-        """Length of each prompt in flight, tokens, and the names of its whole blocks."""
+        """Length, tokens, and block names of each prompt in flight."""
         return ((request.prompt_tokens, request.blocks) for request in self._requests.values())
 
     def _change(self, now_s: float) -> None:
@@ -170,7 +170,7 @@ class InFlight:
 
 
 class Prompt:
-    """A prompt, and the names of its whole blocks: hashed once per size of block."""
+    """A prompt and the names of its whole blocks, hashed once per block size."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Prompt:
         blocks: Mapping[int, IntArray] | None = None,
         num_tokens: int | None = None,
     ) -> None:
-        """Hash nothing yet.
+        """Keep the tokens; nothing is hashed yet.
 
         `token_ids` may be of pieces by which its blocks are named; it then has `num_tokens`. Some
         names of blocks may be known already, by the size of a block, tokens.
@@ -190,14 +190,14 @@ class Prompt:
         self._blocks: dict[int, IntArray] = {0: _NO_BLOCKS, **(blocks or {})}
 
     def blocks(self, block_tokens: int) -> IntArray:
-        """Return the names of blocks, each by all tokens up to its end; 0 tokens: none."""
+        """Return the names of blocks, each a hash of all tokens up to its end; 0 tokens: none."""
         if block_tokens not in self._blocks:
             self._blocks[block_tokens] = block_names(self.token_ids, block_tokens)
         return self._blocks[block_tokens]
 
 
 class ReplicaState:
-    """One replica: what it is, what it published, and what was sent to it."""
+    """One replica: its profile, its latest status, and the requests sent to it."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class ReplicaState:
         row_number: int,
         retell: Callable[[ReplicaState], None],
     ) -> None:
-        """Believe that the replica is idle until it says otherwise.
+        """Take the replica to be idle until it publishes something else.
 
         `prefixes` are of all replicas with blocks of so many tokens; 0: it has no prefix cache.
         `retell` is called where the profile has changed.
@@ -235,14 +235,14 @@ class ReplicaState:
         self.tell(row)
 
     def tell(self, row: Row) -> None:
-        """Write what is known into a row, and from now on what changes."""
+        """Write everything to a row, and later changes as they come."""
         self._row = row
         row[columns.STATE_LAST_SENT_S] = self.last_sent_s
         self.in_flight.tell(row)
         self._tell_status()
 
     def publish(self, status: EngineStatus) -> None:
-        """Take what the replica tells, unless something newer is known."""
+        """Take a status, unless a newer one is known."""
         if status.observed_at_s > self.status.observed_at_s:
             self.status = status
             self._count_when_published = self.in_flight.count_at(status.observed_at_s)
@@ -251,7 +251,7 @@ class ReplicaState:
                 self.learn(self.profile.model_copy(update={"max_batch": status.max_batch}))
 
     def learn(self, profile: EngineProfile) -> None:
-        """Take another profile."""
+        """Replace the profile."""
         if profile != self.profile:
             self.profile = profile
             self._capacity = self._blocks_held()
@@ -271,7 +271,7 @@ class ReplicaState:
         row[columns.STATE_SENT_WHEN_PUBLISHED] = self._count_when_published
 
     def match_tokens(self, prompt: Prompt) -> int:
-        """Leading tokens of a prompt that are believed to be cached; never the last one."""
+        """Leading tokens of a prompt that are probably cached; never the last one."""
         if not self.block_tokens:
             return 0
         most = (len(prompt.token_ids) - 1) // self.block_tokens
@@ -286,7 +286,7 @@ class ReplicaState:
         predicted_output_tokens: float,
         now_s: float,
     ) -> None:
-        """Note a request that is on its way."""
+        """Add a request that is on its way."""
         rest, blocks = float(prompt.num_tokens - match_tokens), prompt.blocks(self.block_tokens)
         self.in_flight.send(
             request_id, rest, predicted_output_tokens, now_s, len(prompt.token_ids), blocks
@@ -297,7 +297,7 @@ class ReplicaState:
             self._prefixes.send(blocks, self.row, self._capacity)
 
     def prompt_blocks(self, prompt: Prompt, block_tokens: int) -> int:
-        """Different blocks of so many tokens of the prompts in flight, and of one more."""
+        """Distinct blocks of that many tokens in the prompts in flight and one more."""
         own_rest, names, size = 0, set[int](), self.block_tokens
         one_more = (len(prompt.token_ids), prompt.blocks(size))
         for length, blocks in (one_more, *self.in_flight.prompts()):
@@ -308,7 +308,7 @@ class ReplicaState:
 
 
 class ReplicaTable:
-    """All replicas of all pools, a row of numbers for each; not thread-safe."""
+    """All replicas of all pools, a row of numbers each; not thread-safe."""
 
     def __init__(self, mean_lengths_tokens: tuple[float, float]) -> None:
         """Start empty; speeds are for requests of these mean prompts and outputs, tokens."""
@@ -333,7 +333,7 @@ class ReplicaTable:
     def add(
         self, replica_id: str, pool: str, profile: EngineProfile, block_tokens: int, now_s: float
     ) -> ReplicaState:
-        """Track a replica; one that is known keeps what is in flight."""
+        """Track a replica; a known one keeps its requests in flight."""
         if replica_id in self.replicas:
             return self.replicas[replica_id]
         if not self._free:
@@ -353,7 +353,7 @@ class ReplicaTable:
         return replica
 
     def keep(self, pool: str, replica_ids: Iterable[str]) -> None:
-        """Forget the replicas of a pool that are no longer there."""
+        """Forget the replicas of a pool that are gone."""
         kept = set(replica_ids)
         gone = [r for r in self.replicas.values() if r.pool == pool and r.replica_id not in kept]
         for replica in gone:
@@ -368,7 +368,7 @@ class ReplicaTable:
             self._sets.clear()
 
     def drain(self, replica: ReplicaState, draining: bool) -> None:
-        """Offer a replica no more, or again."""
+        """Stop offering a replica, or offer it again."""
         if replica.draining != draining:
             replica.draining, self._rows = draining, None
 
@@ -379,7 +379,7 @@ class ReplicaTable:
         return replica
 
     def offered(self, now_s: float, stale_after_s: float) -> IntArray:
-        """Rows of replicas that take requests and were heard of lately; all, where there is none.
+        """Rows of replicas that take requests and published lately; all rows, where none did.
 
         They are in the order in which replicas were added, shape (num,).
         """
@@ -391,7 +391,7 @@ class ReplicaTable:
         return rows if num == len(rows) else self._scratch[:num].copy()
 
     def snapshots(self, rows: IntArray, prompt: Prompt) -> SnapshotTable:
-        """What a policy may know of the replicas in some rows when a prompt is to be placed."""
+        """Return what a policy may know of some rows when a prompt is to be placed."""
         matches = self._match_tokens
         matches.fill(0)
         for block_tokens, prefixes in self._prefixes.items():
@@ -436,7 +436,7 @@ class ReplicaTable:
         self._sets.clear()
 
     def _grow(self) -> None:
-        """Make room for twice as many."""
+        """Double the room."""
         num = len(self.state)
         self.state = np.vstack([self.state, np.zeros_like(self.state)])
         self._free += range(2 * num - 1, num - 1, -1)

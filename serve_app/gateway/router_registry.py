@@ -1,4 +1,4 @@
-"""Routers of this process, by deployment, so that whoever sends can see what they know.
+"""Routers of this process, by deployment, so that senders can read what they know.
 
 A module of its own: Serve ships a router's class with a copy of its module's globals, so that a
 dictionary beside the class would be another one in the router than for everybody else.

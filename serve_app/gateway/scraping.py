@@ -1,4 +1,4 @@
-"""Two tasks per endpoint ask what it publishes and what it is, whatever the endpoint does."""
+"""Two tasks per endpoint ask for its metrics and its models, whatever the endpoint does."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _GATEWAY_ERRORS = (502, 503, 504)
 
 
 class Scraper:
-    """Asks one endpoint again and again; one that does not answer grows stale."""
+    """Asks one endpoint again and again; the data of one that does not answer goes stale."""
 
     def __init__(
         self, client: UpstreamClient, origin: Origin, key: bytes, names: MetricNames,
         changed: Callable[[], None], failed: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Ask nothing before `start`.
+        """Prepare; nothing is asked before `start`.
 
         `key` is a header's line with the endpoint's token, or nothing. `changed` is called when
         there is news, `failed` for each scrape that had no answer.

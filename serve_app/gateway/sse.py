@@ -1,4 +1,4 @@
-r"""A peek at answers that are handed on as they are: how many tokens, and how they end.
+r"""A peek at answers that are handed on unchanged: how many tokens, and how they end.
 
 Lines end at `\n`, `\r\n` or `\r`. In JSON a quotation mark inside a text is escaped, so that the
 names below are found outside of texts only. What cannot be read is somebody else's to understand:
@@ -40,7 +40,7 @@ _ENDS: dict[str, FinishReason | None] = {
 
 
 class ErrorEvent(Exception):
-    """An event that says that the server failed, or what it has against the request."""
+    """An event that says that the server failed, or that it rejects the request."""
 
     def __init__(self, event: Any) -> None:
         super().__init__("it answered with an error event")
@@ -50,7 +50,7 @@ class ErrorEvent(Exception):
 
 
 class EventPeek:
-    """Follows a stream of events: until its first token each of them, and then those that matter.
+    """Follows a stream: reads every event up to the first token, then only those that matter.
 
     Without usage in them every event with something in it counts as a token.
     """
@@ -75,16 +75,16 @@ class EventPeek:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the answer has come to its end, or one of its choices has."""
+        """Whether the answer has ended, or one of its choices has."""
         return self._is_done or self.finish_reason is not None
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing that may follow is part of the answer."""
+        """Whether no further part of the answer can follow."""
         return self._is_done or (self.finish_reason is not None and all(self._choices.values()))
 
     def feed(self, data: bytes) -> bytes:
-        """Take what came; return the lines of it that are whole. An error event is raised."""
+        """Take bytes; return the complete lines among them. An error event is raised."""
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if not end:
             self._tail += data
@@ -102,7 +102,7 @@ class EventPeek:
         return lines
 
     def count_plain(self, data: bytes) -> int:
-        """Tokens in what came, if it is whole lines after the first token and nothing else.
+        """Tokens in bytes that are complete lines of nothing but tokens, after the first token.
 
         0: it is not, or may be something else. Nothing is noted of it: `feed` it otherwise.
         """
@@ -111,7 +111,7 @@ class EventPeek:
         return _count_plain(data) or 0
 
     def rest(self) -> bytes:
-        """Return what came after the last whole line, once there is no more."""
+        """Return the bytes after the last complete line, at the end."""
         rest, self._tail = bytes(self._tail), bytearray()
         self._look(rest)
         if self._data:
@@ -162,7 +162,7 @@ class EventPeek:
             self._take_unknown()
 
     def _end_event(self) -> None:
-        """Read an event whose lines say nothing each by itself."""
+        """Read an event that has several lines of data."""
         data, self._data = bytes(self._data), bytearray()
         self._is_odd = True
         if not self._is_read(data):
@@ -172,7 +172,7 @@ class EventPeek:
         self._name = b""
 
     def _is_read(self, data: bytes) -> bool:
-        """Note what an event says; False: it is no JSON."""
+        """Read an event; False: it is no JSON."""
         if not data:
             return True
         try:
@@ -226,7 +226,7 @@ class EventPeek:
 
 
 def _count_plain(lines: bytes) -> int | None:
-    """Events in whole lines; None: they may be anything but one more token each.
+    """Events in complete lines; None: they may be more than one token each.
 
     A chain, since each token asks.
     """
@@ -245,7 +245,7 @@ def _count_plain(lines: bytes) -> int | None:
 
 
 def peek_whole(body: bytes) -> tuple[int, FinishReason, dict[str, int]]:
-    """Return the tokens of an answer that came at once, how it ended, and all that it tells.
+    """Return the number of tokens of a whole answer, how it ended, and its fields.
 
     The last part of a long body is enough; 0 tokens: it does not say.
     """
@@ -256,13 +256,13 @@ def peek_whole(body: bytes) -> tuple[int, FinishReason, dict[str, int]]:
 
 
 def id_in(body: bytes | bytearray) -> str:
-    """Return the id of a response that came at once; empty: it has none."""
+    """Return the id of a whole response; empty: it has none."""
     match = _RESPONSE_ID.search(body) or _ID.search(body)
     return match[1].decode("latin-1") if match else ""
 
 
 def prompt_tokens_of(usage: Mapping[str, Any]) -> int:
-    """Tokens of the prompt; 0: it does not say."""
+    """Tokens of the prompt; 0: the answer does not say."""
     if type(count := usage.get("prompt_tokens")) is int:
         return count
     return sum([count for name in _INPUTS if type(count := usage.get(name)) is int])

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests, from arrival to last token, where the environment asks for them.
+"""OpenTelemetry spans of requests, arrival to last token, where the environment asks for them.
 
 What is set is what OpenTelemetry's own documentation says: `OTEL_TRACES_EXPORTER`,
 `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER` and the others. Without them nothing is
@@ -36,7 +36,7 @@ class RequestSpan:
         self._num_attempts = 0
 
     def place(self, pick: Pick) -> None:
-        """Note where an attempt goes, and who decided that."""
+        """Record where an attempt goes, and who decided that."""
         choice, replica = pick.choice, pick.replica
         attributes: dict[str, str | int | float] = {
             "tokenyard.pool": replica.pool, "tokenyard.replica": replica.replica_id,
@@ -53,18 +53,18 @@ class RequestSpan:
         self._span.add_event("tokenyard.placed", attributes)
 
     def end_attempt(self, outcome: str, num_sends: int) -> None:
-        """Note what became of it, and how often it sent the request."""
+        """Record how an attempt ended, and how often it sent the request."""
         attributes: dict[str, str | int] = {
             "tokenyard.outcome": outcome, "tokenyard.sends": num_sends,
         }  # fmt: skip
         self._span.add_event("tokenyard.attempt_ended", attributes)
 
     def first_token(self) -> None:
-        """Note that the answer begins."""
+        """Record the first token."""
         self._span.add_event("gen_ai.first_token")
 
     def finish(self, num_tokens: int, finish_reason: str | None) -> None:
-        """Note the answer, as far as it came."""
+        """Record the answer, as far as it came."""
         self._span.set_attribute("gen_ai.usage.output_tokens", num_tokens)
         if finish_reason is not None:
             self._span.set_attribute("gen_ai.response.finish_reasons", [finish_reason])
@@ -91,7 +91,7 @@ class Tracing:
     def request(
         self, trace: bytes, attributes: Mapping[str, str | int]
     ) -> Iterator[tuple[RequestSpan, bytes]]:
-        """Trace a request while it is served; yields its span, and the header's line that names it.
+        """Trace a request while it is served; yields its span, and the header line that names it.
 
         `trace` has the header lines by which the caller names its trace; empty: it does not.
         """
@@ -118,7 +118,7 @@ class Tracing:
 
 
 def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
-    """Make what the environment asks for; None: it asks for nothing."""
+    """Return the tracing that the environment asks for; None: it asks for none."""
     is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
     has_endpoint = any(environment.get(name) for name in _ENDPOINTS)
     name = environment.get("OTEL_TRACES_EXPORTER") or ("otlp" if has_endpoint else "none")

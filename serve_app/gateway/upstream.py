@@ -1,4 +1,4 @@
-"""An HTTP/1.1 client for endpoints: connections are kept, and bytes are handed on as they come.
+"""An HTTP/1.1 client for endpoints: it keeps connections, and hands bytes on as they come.
 
 It is for a data path that passes on hundreds of streams: one wake-up per read of the socket, one
 parser per connection, and nothing between them (docs/decisions/0018-bytes-through.md has what
@@ -49,21 +49,21 @@ whether it takes the piece."""
 
 
 class UpstreamError(ConnectionError):
-    """An endpoint that broke its connection; the text says how, as part of a sentence."""
+    """An endpoint broke its connection; the text says how, as part of a sentence."""
 
 
 class ConnectFailed(UpstreamError):
-    """An endpoint that took no connection, or not in time."""
+    """An endpoint accepted no connection, or not in time."""
 
 
 def url_of(address: str, port: int, scheme: str = "http") -> str:
-    """Write where a server is."""
+    """Return the URL of a server."""
     return f"{scheme}://{f'[{address}]' if ':' in address else address}:{port}"
 
 
 @dataclass
 class Origin:
-    """Where an endpoint is."""
+    """The address of an endpoint."""
 
     url: str
     """As the cluster file has it, without a slash at its end."""
@@ -83,7 +83,7 @@ class Origin:
 
     @classmethod
     def of(cls, url: str, named: str | None = None) -> Origin:
-        """Read a URL; the host of `named` stands in requests and certificates, if it is given."""
+        """Read a URL; a host in `named` goes into requests and certificate checks."""
         parts, names = urlsplit(url), named or url
         tls = parts.scheme == "https"
         host = parts.hostname or ""
@@ -93,14 +93,14 @@ class Origin:
         return cls(url, host, port, tls, parts.path.encode(), authority, server_name)
 
     def head(self, method: bytes, path: bytes, headers: bytes, num_bytes: int) -> bytes:
-        """Write a request's head: path with query, header lines each with its end."""
+        """Return the head of a request, from path with query and complete header lines."""
         length = b"content-length: %d\r\n" % num_bytes if num_bytes or method == b"POST" else b""
         line = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (method, self.path, path, self.authority)
         return b"".join((line, headers, length, b"\r\n"))
 
 
 class Connection(asyncio.Protocol):
-    """One connection to an endpoint: a request after another, one reader at a time."""
+    """One connection to an endpoint: one request at a time, with one reader."""
 
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
         self._begin()
 
     def _begin(self) -> None:
-        """Expect a new answer."""
+        """Prepare for an answer."""
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.heard = False
@@ -131,7 +131,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether somebody waits for the endpoint, rather than for a client."""
+        """Whether the reader waits for the endpoint, rather than for a client."""
         return self._waiter is not None
 
     @property
@@ -149,7 +149,7 @@ class Connection(asyncio.Protocol):
         )
 
     def send(self, head: bytes, body: bytes) -> bool:
-        """Send a request; its answer is the next that is read. False: the connection was lost."""
+        """Send a request, whose answer is read next. False: the connection was lost."""
         assert self._transport is not None
         self._begin()
         if self._lost:
@@ -163,14 +163,14 @@ class Connection(asyncio.Protocol):
         return True
 
     async def wait_for_head(self) -> None:
-        """Wait until `status` and `headers` are there; raises what `fail` was told."""
+        """Wait until `status` and `headers` are there; raises the error given to `fail`."""
         while not self._head_done:
             if self._error is not None:
                 raise self._error
             await self._wait()
 
     async def read(self, take: Take | None = None) -> bytes:
-        """Return all that has come of the body since the last time; empty: that was all.
+        """Return what has come of the body since the last call; empty: it is complete.
 
         `take` is given what comes while this waits, as it comes. The first piece that it does not
         take, where it returns False, is what is returned. Errors are raised once all that came is
@@ -191,14 +191,14 @@ class Connection(asyncio.Protocol):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def fail(self, error: Exception) -> None:
-        """Give the answer up: whoever reads it gets the error."""
+        """Give the answer up: its reader gets the error."""
         if not self._done and self._error is None:
             self._error = error
         self.close()
         self._wake()
 
     def close(self) -> None:
-        """Close at once, whatever is on its way."""
+        """Close at once, and drop what is unsent."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -225,7 +225,7 @@ class Connection(asyncio.Protocol):
             self.hang_up.register(sock.fileno(), select.POLLRDHUP)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, and wake whoever reads."""
+        """Parse, and wake the reader."""
         if self._done:
             # Nobody asked for it.
             self.close()
@@ -258,7 +258,7 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the answer: that may be its end, or not."""
+        """End the answer, complete or not."""
         self._lost = True
         if self in self.origin.idle:
             self.origin.idle.remove(self)
@@ -278,7 +278,7 @@ class Connection(asyncio.Protocol):
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Note the status; those from 100 to 199 announce another."""
+        """Note the status; 100 to 199 announce another one."""
         status = self._parser.get_status_code()
         if status < 200:
             return
@@ -301,7 +301,7 @@ class Connection(asyncio.Protocol):
         self._between_chunks = True
 
     def on_body(self, body: bytes) -> None:
-        """Keep a piece of the body; have the endpoint wait where too much is unread."""
+        """Keep a piece of the body; pause the endpoint while too much is unread."""
         if self._done:
             return
         self._pieces.append(body)
@@ -321,7 +321,7 @@ class Connection(asyncio.Protocol):
 
 
 class UpstreamClient:
-    """Sends requests to endpoints, over connections that are there where there are some."""
+    """Sends requests to endpoints, over idle connections where there are any."""
 
     def __init__(self, connect_s: float, tls: ssl.SSLContext | None = None) -> None:
         """Allow each connection `connect_s` to come about, TLS included.
@@ -425,7 +425,7 @@ class UpstreamClient:
 
 
 def _body_of_chunk(data: bytes) -> bytes | None:
-    """What a chunk has in it, if that is what some bytes are, and the chunk is not the last."""
+    """The content of a chunk, if the bytes are exactly one chunk that is not the last."""
     end = data.find(b"\r\n", 1, _MAX_SIZE_DIGITS + 2)
     # `int` also takes signs, blanks, underscores and a prefix.
     if end < 0 or data[:end].strip(_HEXADECIMAL):
@@ -436,7 +436,7 @@ def _body_of_chunk(data: bytes) -> bytes | None:
 
 
 def _notice_lost_host(sock: socket.socket) -> None:
-    """Have the kernel end a connection to a host that is gone without a word.
+    """Have the kernel end connections to a host that is silently gone.
 
     A host that lost its power or its network closes nothing: without this the requests there wait
     for their deadlines. What is sent and not acknowledged has a time limit of its own (RFC 5482).

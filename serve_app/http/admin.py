@@ -1,4 +1,4 @@
-"""What operators ask and change: policies, experiments, pools, history, metrics, dashboard."""
+"""Routes for operators: policies, experiments, pools, history, metrics, dashboard."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def policy_router(gateway: Gateway, access: Access) -> APIRouter:
 
     @router.get("/v1/policy", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def policy() -> GatewayPolicyAnswer:
-        """Describe the policy that decides, and count what it did."""
+        """Describe the policy that decides, and count its decisions."""
         return describe(gateway)
 
     @router.post("/v1/policy", dependencies=may_change, responses=PROBLEMS)
@@ -59,7 +59,7 @@ def policy_router(gateway: Gateway, access: Access) -> APIRouter:
 
     @router.get("/v1/policies", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def policies(request: Request) -> PoliciesAnswer:
-        """Say who decides, who did before, and how the experiment goes."""
+        """Return the present and the previous policy, and the experiment."""
         answer = describe_policies(manager)
         if not access.is_admin(request):
             for event in answer.events:
@@ -79,13 +79,13 @@ def policy_router(gateway: Gateway, access: Access) -> APIRouter:
 
 
 def state_router(gateway: Gateway, access: Access) -> APIRouter:
-    """Routes about what the gateway does and knows, for programs and for people."""
+    """Routes about the state of the gateway, for programs and for people."""
     router, may_see_all = APIRouter(), [Depends(access.may_see_all)]
     page = _PAGE.read_text(encoding="utf-8")
 
     @router.get("/v1/history", dependencies=may_see_all, responses=DENIED)
     async def history() -> dict[str, Any]:
-        """Tell of the last quarter of an hour, and of the last decisions with their scores."""
+        """Return the last quarter of an hour, and the last decisions with their scores."""
         return {
             "now_s": gateway.refresh(),
             "in_flight": gateway.in_flight,
@@ -95,7 +95,7 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
 
     @router.get("/v1/queue", dependencies=may_see_all, responses=DENIED)
     async def queue() -> dict[str, Any]:
-        """Tell which requests wait at the gateway, who is next first, and how full replicas are."""
+        """Return the requests that wait, first to last, and how full replicas are."""
         holding = gateway.holding
         return {"held": 0, "requests": []} if holding is None else holding.describe()
 
@@ -138,7 +138,7 @@ def _status(gateway: Gateway) -> str:
 
 
 def describe(gateway: Gateway) -> GatewayPolicyAnswer:
-    """Say what decides and what has happened since the start."""
+    """Return the policy that decides, and the counts since the start."""
     manager, log = gateway.manager, gateway.log
     picker = manager.picker
     times = np.array(picker.decision_us)

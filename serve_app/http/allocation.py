@@ -1,4 +1,4 @@
-"""`/v1/allocation`: the plan that is in force, the one that is proposed and why, and changes."""
+"""`/v1/allocation`: the plan in force, the proposed one with its reason, and changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ none of that name."""
 
 
 class PlanCard(BaseModel):
-    """A plan, and what it is predicted to cost at the last slot's demand."""
+    """A plan, and its predicted cost at the last slot's demand."""
 
     parallelism: str
     num_gpus: int
@@ -73,7 +73,7 @@ class ChangeCard(BaseModel):
 
 
 class AllocationAnswer(BaseModel):
-    """What the allocator does."""
+    """The state of the allocator."""
 
     scenario: str
     policy: str
@@ -125,18 +125,18 @@ def make_router(
     note: Note = lambda *_: None,
     changing: Changing = nullcontext,
 ) -> APIRouter:
-    """Lay `/v1/allocation` over an allocator; `note` records changes, `changing` surrounds them."""
+    """Make `/v1/allocation` for an allocator; `note` records changes, `changing` surrounds them."""
     router = APIRouter()
     is_authorized, may_change = [Depends(access.is_authorized)], [Depends(access.may_change)]
 
     @router.get("/v1/allocation", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def allocation() -> AllocationAnswer:
-        """Say which plan is in force, which is proposed and why, and what was changed."""
+        """Return the plan in force, the proposed one with its reason, and past changes."""
         return describe(allocator)
 
     @router.post("/v1/allocation", dependencies=may_change, responses=PROBLEMS)
     async def change(body: AllocationChange) -> AllocationAnswer:
-        """Set the plan by hand, the policy, or whether anything is done at all."""
+        """Set the plan by hand, the policy, or whether anything is changed at all."""
         with refusals():
             # Made before anything is changed: a body is followed as a whole or not at all.
             # In a thread: a registry may take its time to answer, or not to.
@@ -159,7 +159,7 @@ def make_router(
 
 
 def describe(allocator: Allocator) -> AllocationAnswer:
-    """Say what the allocator does."""
+    """Return the state of the allocator."""
     return AllocationAnswer(
         scenario=allocator.scenario.name,
         policy=allocator.policy_name,

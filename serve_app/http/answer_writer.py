@@ -1,4 +1,4 @@
-"""Writes what an engine generates as OpenAI's JSON, at once or in events."""
+"""Writes what an engine generates as OpenAI's JSON, whole or as events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class AnswerWriter:
-    """Lays the answer to one body out as its caller asked for it."""
+    """Formats one answer as its caller asked for it."""
 
     def __init__(self, generation: Generation, request_id: str) -> None:
         self._include_usage = generation.include_usage
@@ -48,7 +48,7 @@ class AnswerWriter:
         self.headers = [*names, (b"x-request-id", request_id.encode())]
 
     def add(self, chunk: TextChunk) -> bytes:
-        """Take what the answer grew by; return the event that says so, if there is one."""
+        """Take a piece of the answer; return its event, if there is one."""
         is_first, self._last = self._last is None, chunk
         if not self.streams:
             self._texts.append(chunk.text)
@@ -58,7 +58,7 @@ class AnswerWriter:
         return f"{self._opening}{self._choice(chunk, is_first)}]{self._used(chunk)}}}\n\n".encode()
 
     def finish(self) -> bytes:
-        """Return the last events, or all of the answer."""
+        """Return the last events, or the whole answer."""
         last = self._last
         assert last is not None
         if not self.streams:
@@ -69,7 +69,7 @@ class AnswerWriter:
         return f'{self._opening}],"usage":{usage}}}\n\n'.encode() + _DONE
 
     def _used(self, chunk: TextChunk) -> str:
-        """The tokens so far, in the events that tell them."""
+        """The usage so far, in events that report it."""
         if self._include_usage and not self._continuous:
             return ',"usage":null'
         # The last event always tells: an event is not a token, and whoever counts has to know.

@@ -1,4 +1,4 @@
-"""Between the gateway and ASGI: one answer written to a caller, who may leave."""
+"""Between the gateway and ASGI: an answer is written to its caller, who may leave."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COMMENT = b": keep-alive\n\n"
 
 
 class AsgiDownstream:
-    """A caller behind an ASGI server; where the endpoint names no request, the gateway does."""
+    """A caller behind an ASGI server; the gateway adds a request id if the endpoint has none."""
 
     def __init__(
         self, send: Send, request: InferenceRequest, connection: CallerConnection | None = None,
@@ -40,11 +40,11 @@ class AsgiDownstream:
         self.comments: asyncio.Task[None] | None = None
 
     def add_headers(self, headers: Headers) -> None:
-        """Have these in the head, in place of all of an endpoint's about limits."""
+        """Add these to the head, in place of all of an endpoint's about limits."""
         self._added = headers
 
     def comment(self) -> None:
-        """Send comments until something else is sent of the body."""
+        """Send comments until a piece of the body is sent."""
         assert self._every_s is not None
         self.comments = asyncio.create_task(self._comment(self._every_s))
 
@@ -62,7 +62,7 @@ class AsgiDownstream:
             await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 
     async def begin(self, status: int, headers: Headers) -> None:
-        """Send the head, unless comments had to have one: then it must be that of a stream, too."""
+        """Send the head; where comments already sent one, the answer has to be a stream, too."""
         self.begun = True
         if self.comments is not None:
             self.be_silent()
@@ -91,7 +91,7 @@ class AsgiDownstream:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     def write_now(self, data: bytes, chunk: bytes | None = None) -> bool:
-        """Send a piece of the body; False: it was not sent, since the caller reads too slowly."""
+        """Send a piece of the body; False: not sent, since the caller reads too slowly."""
         if self._connection is None or not self._connection.write(data, chunk):
             return False
         self._ends_line = data.endswith((b"\n\n", b"\r\n\r\n"))
@@ -102,21 +102,21 @@ class AsgiDownstream:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def end_with_error(self, error: Exception) -> None:
-        """Send an event that says why the stream ends, as the route's clients expect it."""
+        """Send an event that says why the stream ends, in the form of the route's clients."""
         gap = b"" if self._ends_line else b"\n\n"
         await self.write(gap + _error_event(self._request.call.path, error))
         await self.end()
 
 
 def _are_events(headers: Headers) -> bool:
-    """Whether a body is a stream of events, to which one can be added."""
+    """Whether a body is a stream of events, to which an event can be added."""
     names = dict(headers)
     is_stream = names.get(b"content-type", EVENTS).lower().startswith(EVENTS)
     return is_stream and b"content-encoding" not in names
 
 
 def _error_event(path: bytes, error: Exception) -> bytes:
-    """Write why a stream ends as the clients of its route expect it."""
+    """Return the event that says why a stream ends, in the form of its route's clients."""
     status = error.status if isinstance(error, Refused | Unanswerable) else 503
     message, kind, code = str(error), kind_of(status), None
     if isinstance(error, RequestRejected):

@@ -19,7 +19,7 @@ from serve_app.http.intake import Intake, PendingBodies, with_cors
 
 
 class GatewayApi(FastAPI):
-    """FastAPI, with a short way for requests that are only handed on."""
+    """FastAPI, with a short way past it for requests that are handed on."""
 
     data_path: ASGIApp | None = None
     """Answers the routes that replicas answer; None: there are none."""
@@ -45,7 +45,7 @@ class GatewayApi(FastAPI):
 
 
 def create_gateway_api(gateway: Gateway, tokenizers: Tokenizers, access: Access) -> FastAPI:
-    """Lay the HTTP routes over a gateway; one that only decides has no model, and regions."""
+    """Make the HTTP routes of a gateway; one without pools has only decisions and regions."""
     # The usual documentation pages load scripts from the network; /docs is plain HTML instead.
     api = GatewayApi(title="Tokenyard gateway", docs_url=None, redoc_url=None)
     api.bodies = bodies = PendingBodies.of(gateway.cluster)

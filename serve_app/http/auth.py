@@ -1,4 +1,4 @@
-"""Who may ask, and who may change: bearer keys, or the machine itself where that is set."""
+"""Who may ask, and who may change: holders of bearer keys, or local callers where allowed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KEY_HEADERS = ("authorization", "x-api-key")
 
 
 class Denied(Exception):
-    """A caller who may not; the text says what is missing."""
+    """A caller may not do this; the text says what is missing."""
 
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(reason)
@@ -70,7 +70,7 @@ class Access:
         self._has_keys = bool(tokens) or keys is not None
 
     def open(self) -> None:
-        """Read the file of keys, if there is one; a ValueError says that it cannot be used."""
+        """Read the key file, if there is one; a ValueError says that it cannot be used."""
         if self.keys is not None:
             self.keys.open()
 
@@ -80,7 +80,7 @@ class Access:
         return frozenset().union(*(ring.tenants for ring in self._rings()))
 
     def limits_of(self, caller: Caller) -> CallerLimits | None:
-        """Return what a caller may ask for; None: all; a LookupError: there is no such key."""
+        """Return the limits of a caller; None: no limits; a LookupError: there is no such key."""
         for ring in self._rings():
             if not caller.key and ring.without_key is not None:
                 return ring.without_key
@@ -89,11 +89,11 @@ class Access:
         raise LookupError(f"key {caller.key!r} is not known")
 
     async def is_authorized(self, request: HTTPConnection) -> None:
-        """Let a caller look, or raise Denied."""
+        """Check that a caller may look, or raise Denied."""
         self.check_use(request)
 
     def check_use(self, request: HTTPConnection, generates: bool = False) -> Caller:
-        """Let a caller look, or ask models (`generates`), and return who it is, or raise Denied."""
+        """Check that a caller may look, or ask models (`generates`); return it, or raise Denied."""
         if not self._has_keys:
             return ANYBODY
         key = self._key_of(request)
@@ -113,13 +113,13 @@ class Access:
         raise Denied("give the server's token as `Authorization: Bearer ...`", 401)
 
     async def may_see_all(self, request: HTTPConnection) -> None:
-        """Let a caller look at what all tenants do, or raise Denied: a tenant's key may not."""
+        """Check that a caller may see all tenants, or raise Denied: a tenant's key may not."""
         caller = self.check_use(request)
         if self.keys is not None and caller.key != TOKEN and not self.is_admin(request):
             raise Denied("this is of all tenants: give an admin's key, or the server's token", 403)
 
     async def may_change(self, request: HTTPConnection) -> None:
-        """Let a caller change what is served, or raise Denied; note who it is.
+        """Check that a caller may change what is served, or raise Denied; note who it is.
 
         Without an admin's key it must be on this machine, where that counts.
         """
@@ -134,7 +134,7 @@ class Access:
         return True
 
     def _actor_of(self, request: HTTPConnection) -> str:
-        """Name who changes something; errors as of `may_change`."""
+        """Return the name of who changes something; raises what `may_change` raises."""
         key, address = self._key_of(request), _address_of(request)
         if key is not None and key.admin:
             return f"{key.name} at {address}"
@@ -155,7 +155,7 @@ class Access:
         return (self._tokens,) if self.keys is None else (self._tokens, self.keys.value)
 
     def _key_of(self, request: HTTPConnection) -> ApiKey | None:
-        """The key that a caller gives; None: it gives none, or one that is not known."""
+        """The key of a caller; None: it sends none, or an unknown one."""
         # As the server has it: `request.headers` would be made for each request.
         sent = dict(request.scope["headers"])
         scheme, _, given = sent.get(b"authorization", b"").decode("latin-1").partition(" ")
@@ -172,7 +172,7 @@ def _address_of(request: HTTPConnection) -> str:
 
 
 def _is_local(request: HTTPConnection) -> bool:
-    """Whether a caller is on this machine itself: no proxy, and no page of another site."""
+    """Whether a caller is on this machine: not behind a proxy, and no page of another site."""
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
     return (
         _is_loopback(request)
@@ -195,7 +195,7 @@ def _is_loopback(request: HTTPConnection) -> bool:
 
 
 def _is_forwarded(request: HTTPConnection) -> bool:
-    """Whether a proxy has had the request; those that say nothing of it speak HTTP/1.0."""
+    """Whether a request came through a proxy; one that adds no header speaks HTTP/1.0."""
     if request.scope.get("http_version") == "1.0":
         return True
     names = request.headers.keys()

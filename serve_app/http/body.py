@@ -1,4 +1,4 @@
-"""What all JSON bodies have in common: no unknown field, and no more than one error to look for.
+"""What all JSON bodies have in common: no unknown fields, and only the first error is reported.
 
 A body of a megabyte can hold several hundred thousand mistakes. To list them all would take
 seconds, in which no other request goes on. So lists in bodies have `fail_fast`, too.
@@ -14,7 +14,7 @@ MAX_FIELDS = 64
 
 
 class Body(BaseModel):
-    """A JSON object of known fields."""
+    """A JSON object without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -27,6 +27,6 @@ class Body(BaseModel):
 
 
 class StrictBody(Body):
-    """One in which a number in quotes is a mistake of the caller."""
+    """A body in which a quoted number is an error."""
 
     model_config = ConfigDict(strict=True)

@@ -1,4 +1,4 @@
-"""The connection that a request came by, as far as those who answer it need more than ASGI."""
+"""The caller's connection, where more is needed of it than ASGI has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONNECTION = "caller_connection"
 
 
 class Leavable(Protocol):
-    """A connection of a server."""
+    """A server's connection whose loss can be observed."""
 
     leave: Callable[[], None] | None
     """Is called when the caller leaves."""
@@ -22,7 +22,7 @@ class Leavable(Protocol):
 
 @dataclass(slots=True)
 class CallerConnection:
-    """What a request of this listener can do beside ASGI, whose calls may wait.
+    """What connections of this listener can do that ASGI, whose calls may wait, cannot.
 
     Only a task can wait, and to make or to wake one takes longer than to write a token.
     """
@@ -31,7 +31,7 @@ class CallerConnection:
     cycle: RequestResponseCycle
 
     def on_leave(self, leave: Callable[[], None] | None) -> bool:
-        """Have a function called when the caller leaves; None: none any more.
+        """Set a function to call when the caller leaves; None: none.
 
         False: the caller has left already, and nothing is called.
         """
@@ -44,7 +44,7 @@ class CallerConnection:
         return True
 
     def write(self, data: bytes, chunk: bytes | None = None) -> bool:
-        """Write a piece, if the body has begun, is chunked and its reader keeps up.
+        """Write a piece, if the body has begun, is chunked, and its reader keeps up.
 
         `chunk` is the same piece with the length before it, where it came as one.
         """
@@ -56,6 +56,6 @@ class CallerConnection:
 
 
 def connection_of(scope: Scope) -> CallerConnection | None:
-    """Return the connection that a request came by; None: it is another server's."""
+    """Return the connection of a request; None: another server's."""
     connection: CallerConnection | None = scope.get("state", {}).get(CONNECTION)
     return connection

@@ -1,4 +1,4 @@
-"""The way of requests to replicas, which speak OpenAI's API: as the bytes that they are."""
+"""The way of requests to replicas: bodies of OpenAI's API are passed as bytes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class DataPath:
     async def _request(
         self, scope: Scope, caller: Caller, body: bytes
     ) -> tuple[InferenceRequest, SloClass]:
-        """Read what is asked for, and in which class; BadRequest: it cannot be served."""
+        """Read a request and its class; BadRequest: it cannot be served."""
         path, method = scope["path"], scope["method"]
         allowed = ("POST",) if path in OPENAI_PATHS else _METHODS
         if method not in allowed:
@@ -148,7 +148,7 @@ class DataPath:
         return request, service_class
 
     def _model(self, peeked: Peek, caller: Caller) -> ServedModel:
-        """The model that is asked for; BadRequest: it is not served, or not to this caller."""
+        """Return the model of a request; BadRequest: it is not served, or not to this caller."""
         model = self._catalog.find(peeked.model)
         if model is None:
             assert peeked.model is not None
@@ -158,14 +158,14 @@ class DataPath:
         return model
 
     def _note_response(self, model: str, replica_id: str, response_id: str) -> None:
-        """Keep which endpoint holds a response, for requests that go on from it."""
+        """Remember which endpoint holds a response, for requests that continue it."""
         self._responses[response_id] = time.monotonic(), replica_id, model
         self._responses.move_to_end(response_id)
         if len(self._responses) > _MOST_RESPONSES:
             self._responses.popitem(last=False)
 
     def _class(self, peeked: Peek, headers: Mapping[bytes, bytes]) -> SloClass:
-        """The class of that name, the first where none is named; BadRequest: there is none."""
+        """Return the class of that name, or the first for none; BadRequest: it is unknown."""
         if self._orders and peeked.priority is not None:
             raise BadRequest("priority is set by the gateway here; leave it out", param="priority")
         name = peeked.class_name or headers.get(_CLASS, b"").decode("latin-1")
@@ -180,7 +180,7 @@ class DataPath:
     def _measure(
         self, peeked: Peek, model: str
     ) -> tuple[Sequence[int], Prompt | None, Callable[[int], None] | None]:
-        """The prompt of a body that endpoints tokenise, and who is told how long it was."""
+        """Measure a prompt that endpoints tokenise; also return who learns its true length."""
         for name in ("prompt", "input", "input_ids"):
             ids = peeked.fields.get(name)
             if isinstance(ids, list) and ids and all(type(token) is int for token in ids):
@@ -200,7 +200,7 @@ class DataPath:
 async def _generation(
     reader: GenerationReader, path: str, peeked: Peek, model: ServedModel
 ) -> Generation | None:
-    """The body as engines of ours take it; None: they do not, but endpoints may know more."""
+    """Return the body for our engines; None: only endpoints can answer it."""
     try:
         return await reader.read(path, peeked.fields)
     except BadRequest:
@@ -211,7 +211,7 @@ async def _generation(
 
 
 def _response_id(path: str, peeked: Peek) -> str:
-    """The response that a request is about, or goes on from; empty: none."""
+    """The response that a request is about, or continues; empty: none."""
     if path.startswith(f"{_RESPONSES}/"):
         return path.split("/")[3]
     previous = peeked.fields.get("previous_response_id")
@@ -219,6 +219,6 @@ def _response_id(path: str, peeked: Peek) -> str:
 
 
 def _lines(scope: Scope, names: Container[bytes]) -> bytes:
-    """Write the headers of these names as lines, each with its end."""
+    """Return the headers of these names as complete lines."""
     lines = [b"%b: %b\r\n" % (name, value) for name, value in scope["headers"] if name in names]
     return b"".join(lines)

@@ -20,7 +20,7 @@ from serve_app.policy.runner import Arm, PolicyRunner
 
 
 class RouteService:
-    """Answers messages by the policy that decides.
+    """Answers messages with the decisions of the current policy.
 
     Where nothing else is served, these are the server's decisions: explored, counted, logged, and
     part of experiments. Beside pools they are questions, answered by a copy of the policy with a
@@ -41,7 +41,7 @@ class RouteService:
         self._copy: PolicyRunner | None = None
 
     def route(self, message: RouteMessage) -> RouteAnswer:
-        """Decide, log and answer; errors are those of `PolicyRunner.check_compatible`."""
+        """Decide, log and answer; raises what `PolicyRunner.check_compatible` raises."""
         decision_id, picker = uuid.uuid4().hex, self._picker
         arm = picker.arm_of(decision_id) if self._decide_only else "champion"
         runner = self._runner(arm)

@@ -1,4 +1,4 @@
-"""What goes over the wire: the JSON bodies of the routing API, and their limits."""
+"""The JSON bodies of the routing API, and their limits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RequestMessage(StrictBody):
         return self
 
     def to_request(self, now_s: float, predicted_total_tokens: float, due_s: float) -> Request:
-        """Make the request that a policy sees; time and size count where the message has none."""
+        """Make the request for a policy; its time and size stand in for missing fields."""
         total = self.predicted_total_tokens
         return Request(
             arrival_s=now_s if self.arrival_s is None else self.arrival_s,
@@ -55,7 +55,7 @@ class RequestMessage(StrictBody):
 
 
 class EngineMessage(StrictBody):
-    """A replica that batches continuously; the fields of `EngineSnapshot`."""
+    """A replica with continuous batching; the fields are those of `EngineSnapshot`."""
 
     iteration_s: Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)]
     prefill_token_s: _IterationShare
@@ -90,7 +90,7 @@ class SnapshotMessage(StrictBody):
     """Given for replicas that batch continuously."""
 
     def to_snapshot(self, arrival_s: float) -> ReplicaSnapshot:
-        """Make the snapshot that a policy sees; no data becomes NaN."""
+        """Make the snapshot for a policy; missing data becomes NaN."""
         fields = dict(self) | {
             "predicted_wait_s": _or_nan(self.predicted_wait_s),
             "mean_response_s": _or_nan(self.mean_response_s),
@@ -157,7 +157,7 @@ class RouteAnswer(BaseModel):
 
 
 class GatewayPolicyAnswer(PolicyCard):
-    """What decides, what stands in for it, and what has happened since the start."""
+    """The policy, its stand-in, and the counts since the start."""
 
     explore_fraction: float
     num_decisions: int

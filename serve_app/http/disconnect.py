@@ -1,4 +1,4 @@
-"""Cancels the task that answers when the client disconnects."""
+"""Cancels the task of an answer when its caller disconnects."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from serve_app.http.connection import CallerConnection
 
 
 class CancelOnDisconnect:
-    """Cancels the task that answers when the client disconnects, as a context manager.
+    """Cancels the task of an answer when its caller disconnects.
 
     The context ends without an error then, and `is_gone` says that nobody reads any more.
     """
 
     def __init__(self, receive: Receive, connection: CallerConnection | None = None) -> None:
-        """Watch a request whose body has been read; a connection of ours needs no task for that."""
+        """Watch a request whose body has been read; our own connections need no task for that."""
         self._receive, self._connection = receive, connection
         self._leaving: asyncio.Task[None] | None = None
         self.is_gone = False

@@ -1,4 +1,4 @@
-"""`/docs`: the API as one page that needs nothing from elsewhere."""
+"""`/docs`: the API on one self-contained page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def documentation(schema: dict[str, Any]) -> str:
-    """Write an OpenAPI schema as one page that needs nothing from elsewhere."""
+    """Return an OpenAPI schema as one self-contained page."""
     parts = [f"<h1>{html.escape(schema['info']['title'])}</h1>"]
     parts.append("<p>Machine-readable: <a href='/openapi.json'>/openapi.json</a></p>")
     for path, operations in schema["paths"].items():

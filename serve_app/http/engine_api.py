@@ -1,4 +1,4 @@
-"""The HTTP side of one engine of ours, for the gateway alone; it knows no policy and no SLO.
+"""The HTTP side of one of our engines, for the gateway only; it knows no policy and no SLO.
 
 What it is asked, and what it says beside OpenAI's answers, stands in
 `serve_app.gateway.engine_wire`.
@@ -44,7 +44,7 @@ def create_engine_api(
 
 
 class EngineApi:
-    """ASGI application of an engine, whose bodies have been read."""
+    """ASGI application of an engine; its requests arrive with complete bodies."""
 
     def __init__(self, engine: TextEngine, longest_tokens: int) -> None:
         self._engine, self._longest_tokens = engine, longest_tokens
@@ -81,7 +81,7 @@ class EngineApi:
 
 
 class _Answer:
-    """One answer on its way: events, or a whole one that comes after signs that it grows."""
+    """One answer on its way: events, or a whole answer after signs of its growth."""
 
     def __init__(self, engine: TextEngine, writer: AnswerWriter, send: Send) -> None:
         self._engine, self._writer, self._send_message = engine, writer, send
@@ -89,7 +89,7 @@ class _Answer:
         self._num_reported, self._reported_s = 0, -math.inf
 
     async def add(self, chunk: TextChunk) -> None:
-        """Send what an answer grew by, or keep it."""
+        """Send a piece of the answer, or keep it."""
         data = self._writer.add(chunk)
         if chunk.finish_reason is not None:
             await self._send(data + self._writer.finish(), more=False)
@@ -109,7 +109,7 @@ class _Answer:
         await self._send(piece.encode(), more=False)
 
     async def _send(self, data: bytes, more: bool) -> None:
-        """Send some of the body, behind the head if it is the first."""
+        """Send a piece of the body, after the head if it is the first."""
         if not self.begun:
             self.begun = True
             status = write_status(self._engine.status())
@@ -123,7 +123,7 @@ class _Answer:
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
-    """Say why a request is not answered, as OpenAI does."""
+    """Say why a request is not answered, in OpenAI's form."""
     status = 503
     if isinstance(error, BadRequest | Denied | TooMuch):
         status = error.status

@@ -1,4 +1,4 @@
-"""Every error is one sentence, in the form that the route's clients expect.
+"""Every error is one sentence, in the form of the route's clients.
 
 On OpenAI's routes that is OpenAI's envelope, on Anthropic's theirs, elsewhere `{"detail": reason}`.
 """
@@ -38,7 +38,7 @@ _HANDED_ON = "handed_on"
 
 
 def install(api: FastAPI, access: Access, bodies: PendingBodies) -> None:
-    """Make `api` answer errors in one sentence, and refuse what need not be read."""
+    """Make `api` answer errors with one sentence, and pass all requests through an intake."""
     for error in _HANDLED:
         api.add_exception_handler(error, _answer_to)
     api.add_middleware(IntakeMiddleware, access=access, bodies=bodies, refuse=_answer_to)
@@ -56,13 +56,13 @@ def refusals() -> Iterator[None]:
 
 
 async def refuse(request: Request, error: Exception) -> Response:
-    """Say why a request that is handed on to replicas is not answered."""
+    """Return the answer to a request that is handed on, but not answered."""
     request.scope[_HANDED_ON] = True
     return await _answer_to(request, error)
 
 
 async def _answer_to(request: Request, error: Exception) -> Response:
-    """Say why a request is not answered."""
+    """Return the answer to a request that failed with an error."""
     headers: dict[str, str] = {}
     match error:
         case RequestRejected():
@@ -98,7 +98,7 @@ async def _answer_to(request: Request, error: Exception) -> Response:
 
 
 def _refused(request: Request, error: Refused) -> Response:
-    """Say when to come back, and which limit was reached."""
+    """Return when to come back, and which limit was reached, as headers."""
     answer, over = _answer(request, str(error), error.status), error.over
     answer.raw_headers.extend(error.headers)
     if over is not None:

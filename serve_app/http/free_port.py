@@ -1,4 +1,4 @@
-"""A port for a server that is started now and listens minutes later."""
+"""A port for a server that is configured now and listens minutes later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BELOW_EPHEMERAL = range(20_000, 32_000)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Find a port that nobody listens on, and that the system hands to nobody meanwhile."""
+    """Find a free port that the system gives to nobody else meanwhile."""
     for port in random.sample(_BELOW_EPHEMERAL, 100):
         try:
             with socket.create_server((host, port)):

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's routes as engines of ours take them: checked, and in tokens."""
+"""Bodies of OpenAI's routes, checked and tokenised for our engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGEST_SEED = 2**63 - 1
 
 
 class GenerationReader:
-    """Reads bodies: tokenises, and checks lengths."""
+    """Reads bodies: tokenises prompts, and checks lengths."""
 
     def __init__(
         self, tokenizer: Tokenizer, served_model: str, limits: Limits, longest_tokens: int
@@ -29,7 +29,7 @@ class GenerationReader:
         self._limits, self._longest_tokens = limits, longest_tokens
 
     async def read(self, path: str, fields: Mapping[str, Any]) -> Generation:
-        """Read a body of an OpenAI route; BadRequest: engines of ours do not answer it."""
+        """Read a body of an OpenAI route; BadRequest: our engines cannot answer it."""
         body: GenerationBody
         try:
             if path == "/v1/completions":

@@ -1,4 +1,4 @@
-"""How many tokens an image takes, by the formulas that makers of models have published."""
+"""How many tokens an image takes, by the formulas that makers of models publish."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Formula = Callable[[int, int, bool], float]
 
 
 def _tiles(base: int, tile: int, width: int, height: int, low: bool) -> float:
-    """OpenAI's: tiles of 512 pixels, once the image fits 2048 and its short side 768."""
+    """OpenAI's formula: tiles of 512 pixels, after scaling to 2048 with a short side of 768."""
     if low:
         return base
     fit = min(1.0, 2048 / max(width, height))
@@ -29,7 +29,7 @@ def _tiles(base: int, tile: int, width: int, height: int, low: bool) -> float:
 
 
 def _merged(side: int, least: int, most: int, width: int, height: int, low: bool) -> float:
-    """Qwen's: merged patches, the image scaled so that there are `least` to `most`, and a frame."""
+    """Qwen's formula: merged patches after scaling to `least` to `most` of them, with a frame."""
     across, down = max(round(width / side), 1), max(round(height / side), 1)
     if not least <= across * down <= most:
         cut, wanted = (math.floor, most) if across * down > most else (math.ceil, least)
@@ -39,7 +39,7 @@ def _merged(side: int, least: int, most: int, width: int, height: int, low: bool
 
 
 def _pixels(width: int, height: int, low: bool) -> float:
-    """Anthropic's: 750 pixels each, once the long side is at most 1568, and no more than 1600."""
+    """Anthropic's formula: 750 pixels each, after scaling to a long side of 1568; at most 1600."""
     fit = min(1.0, 1568 / max(width, height))
     return min(width * height * fit * fit / 750, 1600)
 
@@ -57,12 +57,12 @@ _FORMULAS: tuple[tuple[str, Formula], ...] = (
 
 
 def formula_of(model: str) -> Formula:
-    """Return what counts a model's images, by its name."""
+    """Return the function that counts a model's images, by its name."""
     return next(formula for name, formula in _FORMULAS if re.search(name, model, re.IGNORECASE))
 
 
 def size_of(image: str) -> tuple[int, int]:
-    """Width and height of an image, pixels: a `data:` URL or base64; of others a usual size."""
+    """Width and height, pixels, of a `data:` URL or base64; a usual size of other images."""
     if not image.startswith(("http:", "https:")):
         start = image.find(",", 0, 200) + 1
         for longest in _HEADS:
@@ -77,7 +77,7 @@ def size_of(image: str) -> tuple[int, int]:
 
 
 def _size_in(data: bytes) -> tuple[int, int]:
-    """Size by the header of a PNG, GIF, WebP or JPEG; 0: it is none of them, or cut off."""
+    """Size in the header of a PNG, GIF, WebP or JPEG; 0: another format, or truncated."""
     kind, at = data[12:16], 2
     if data.startswith(b"\x89PNG"):
         return _pair(data[16:24], "big")

@@ -1,4 +1,4 @@
-"""What happens to a request before any route sees it: token, sizes, and a deadline for its body."""
+"""The steps before any route: token, sizes, and a deadline for the body."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def route_path(scope: Scope) -> str:
 
 
 class TooMuch(Exception):
-    """A request that is not read to its end; the text says why."""
+    """A request is not read to its end; the text says why."""
 
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(reason)
@@ -59,7 +59,7 @@ class TooMuch(Exception):
 
 
 class PendingBodies:
-    """Bodies that are on their way: each must go on, and of too many the oldest is given up.
+    """Bodies on their way: each must progress, and of too many the oldest is given up.
 
     Bodies of callers who mean it are there in milliseconds. Those that are held open to take the
     places of others are the oldest.
@@ -69,7 +69,7 @@ class PendingBodies:
         self, timeout_s: float, most: int, max_openai_bytes: int = MAX_BODY_BYTES,
         routes: Iterable[str] = (),
     ) -> None:  # fmt: skip
-        """Wait so long for the next piece of a body, and for so many bodies at once.
+        """Wait that long for the next piece of a body, and for that many bodies at once.
 
         `max_openai_bytes` is of routes that replicas answer; `routes` are more of these, and one
         that ends with a slash stands for all that begin with it.
@@ -81,7 +81,7 @@ class PendingBodies:
 
     @classmethod
     def of(cls, cluster: Cluster) -> PendingBodies:
-        """Hold half of the places that there are for requests which are not in flight."""
+        """Use half of the connections that are not for requests in flight."""
         limits = cluster.limits
         most, routes = 2 * limits.max_in_flight, cluster.gateway.routes
         return cls(limits.body_timeout_s, most, limits.max_body_bytes, routes)
@@ -92,7 +92,7 @@ class PendingBodies:
         return path in self._paths or (path.startswith(self._prefixes) and "/." not in path)
 
     async def read(self, receive: Receive, max_bytes: int = MAX_BODY_BYTES) -> bytes | None:
-        """Read a body; None: the caller has left. TooMuch: it is too large, late, or the oldest."""
+        """Read a body; None: the caller left. TooMuch: it is too large, late, or the oldest."""
         if len(self._waiting) >= self._most:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
@@ -141,7 +141,7 @@ def _check_size(num_bytes: int, max_bytes: int) -> None:
 
 
 def with_cors(app: ASGIApp, cors: Cors | None) -> ASGIApp:
-    """Let pages of other sites ask an application, without a key for their preflights."""
+    """Let pages of other sites use an application; their preflights need no key."""
     if cors is None:
         return app
     return CORSMiddleware(
@@ -151,13 +151,13 @@ def with_cors(app: ASGIApp, cors: Cors | None) -> ASGIApp:
 
 
 class Intake:
-    """Refuses by headers alone what can be, then reads the body in time."""
+    """Refuses by headers alone where it can, then reads the body in time."""
 
     def __init__(self, access: Access, bodies: PendingBodies, refuse: Refusal) -> None:
         self._access, self._bodies, self._refuse = access, bodies, refuse
 
     async def take(self, scope: Scope, receive: Receive, send: Send) -> tuple[Caller, bytes] | None:
-        """Return who asks, and the body; None: they were refused, or have left."""
+        """Return the caller and the body; None: the request was refused, or its caller left."""
         try:
             caller, max_bytes, codings = self._check_head(scope)
             if scope["method"] in _BODILESS and not any(
@@ -184,7 +184,7 @@ class Intake:
         return None if body is None else (caller, body)
 
     def _check_head(self, scope: Scope) -> tuple[Caller, int, list[str]]:
-        """Refuse what can be; return who asks, the body's longest, and its encodings in order."""
+        """Refuse by the head; return the caller, the body's limit, and its encodings in order."""
         if sum(map(len, chain.from_iterable(scope["headers"]))) > MAX_HEADER_BYTES:
             raise TooMuch(f"headers are larger than {MAX_HEADER_BYTES} bytes", 431)
         path, headers, caller = route_path(scope), dict(scope["headers"]), ANYBODY
@@ -206,7 +206,7 @@ class Intake:
 
 
 class IntakeMiddleware:
-    """ASGI middleware: an application sees requests that an intake takes, with their bodies."""
+    """ASGI middleware that passes on the requests which an intake takes, with their bodies."""
 
     def __init__(
         self, app: ASGIApp, access: Access, bodies: PendingBodies, refuse: Refusal
@@ -222,7 +222,7 @@ class IntakeMiddleware:
 
 
 def _decoded(body: bytes, coding: str, max_bytes: int) -> bytes:
-    """Decode a body, and no more of it than is taken."""
+    """Decode a body, up to its limit."""
     import pyarrow as pa  # Large, and few callers encode bodies.
 
     try:
@@ -235,7 +235,7 @@ def _decoded(body: bytes, coding: str, max_bytes: int) -> bytes:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Give the application a body that is there, then what else the server tells."""
+    """Give the application a body that was read, then the events of the server."""
     left = [body]
 
     async def replayed() -> Message:

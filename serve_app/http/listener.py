@@ -1,4 +1,4 @@
-"""Where gateways and engines listen: uvicorn, with limits for those who only connect.
+"""How gateways and engines listen: uvicorn, with limits on idle and slow connections.
 
 A head must come in time and must not be long, answers must be read, and nobody holds all
 connections. Bodies are limited by `serve_app.http.intake`, once their heads are there.
@@ -46,7 +46,7 @@ _END_S = 2.0
 
 
 class _Config(uvicorn.Config):
-    """uvicorn's settings, and what connections may do."""
+    """uvicorn's settings, and our limits of connections."""
 
     def __init__(self, app: ASGIApp, limits: Limits, certificate: Certificate | None) -> None:
         super().__init__(
@@ -62,7 +62,7 @@ class _Config(uvicorn.Config):
 
     @property
     def secured(self) -> dict[str, Any]:
-        """What asyncio is told for TLS; nothing: there is no certificate."""
+        """Arguments of asyncio for TLS; empty without a certificate."""
         if self.certificate is None:
             return {}
         limit_s = self.limits.head_timeout_s
@@ -70,7 +70,7 @@ class _Config(uvicorn.Config):
 
 
 class _RequestParser(httptools.HttpRequestParser):
-    """Reads a request that asks for an upgrade as if it did not: nobody here makes one.
+    """Reads a request for an upgrade as an ordinary one: no upgrade is supported.
 
     The original takes what follows such a head for another protocol, but it is the request's body:
     clients that would rather speak HTTP/2 (Java's own does) ask for that with their first request,
@@ -86,11 +86,11 @@ class _RequestParser(httptools.HttpRequestParser):
 
     @property
     def asks_for_upgrade(self) -> bool:
-        """Whether the head of the request that is read names an upgrade."""
+        """Whether the present head asks for an upgrade."""
         return any(name == _UPGRADE for name, _ in self._protocol.headers)
 
     def feed_data(self, data: bytes | bytearray | memoryview | array[int]) -> None:
-        """Parse, and read heads again that ask for an upgrade."""
+        """Parse; a head that asks for an upgrade is parsed again without it."""
         rest = memoryview(data)
         while rest:
             try:
@@ -110,7 +110,7 @@ class _RequestParser(httptools.HttpRequestParser):
 
 
 class _UntilClose(int):
-    """Length of a body that ends with its connection: uvicorn's count of what is left of it."""
+    """Length of a body that ends with its connection, as uvicorn's count of remaining bytes."""
 
     def __sub__(self, _: int) -> _UntilClose:
         return self
@@ -120,7 +120,7 @@ class _UntilClose(int):
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection: uvicorn's, with a limited head and a place that must be free."""
+    """uvicorn's connection, with a limited head, in a limited number."""
 
     _head_done = False
     _head_bytes = 0
@@ -153,7 +153,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give the place back."""
+        """Free its place."""
         self._stop_timer()
         guard = self._guard
         if self in guard.open:
@@ -168,7 +168,7 @@ class GuardedProtocol(HttpToolsProtocol):
             leave()
 
     def data_received(self, data: bytes) -> None:
-        """Read on; a head that does not end is given up."""
+        """Read on; give up a head that is too long."""
         if self.transport.is_closing():
             return
         super().data_received(data)
@@ -191,7 +191,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """End a head, unless it is about to be read again."""
+        """End a head, unless it is parsed again."""
         if self.parser.should_upgrade() and self.parser.asks_for_upgrade:
             return
         self._head_done = True
@@ -239,14 +239,14 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers: the process is Ray's."""
+    """uvicorn's server without its signal handlers, since the process belongs to Ray."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen as uvicorn does, with our TLS: a handshake must come in time, as a head must."""
+        """Listen as uvicorn does, with our TLS: a handshake has a deadline, as a head has."""
         config, loop = self.config, asyncio.get_running_loop()
         assert isinstance(config, _Config)
         self.servers = [
@@ -256,7 +256,7 @@ class _Server(uvicorn.Server):
         self.started = True
 
     def connect(self) -> GuardedProtocol:
-        """Make what answers on one connection."""
+        """Make the protocol of one connection."""
         return GuardedProtocol(self.config, self.server_state, {})
 
 
@@ -264,7 +264,7 @@ class Listener:
     """A server on the running event loop, from `start` to `stop`."""
 
     def __init__(self, app: ASGIApp, limits: Limits, tls: TlsFiles | None = None) -> None:
-        """Listen nowhere yet; a ValueError says that the certificate cannot be used."""
+        """Prepare; a ValueError says that the certificate cannot be used."""
         limit_log()
         self._certificate = None if tls is None else Certificate(tls)
         self._config = _Config(app, limits, self._certificate)
@@ -299,7 +299,7 @@ class Listener:
         return is_serving and not self._server.should_exit
 
     async def hand_over(self) -> None:
-        """Leave the port to another process that listens there; answer those who are here already.
+        """Leave the port to another process that listens there; answer present callers.
 
         The kernel resets connections that nobody has accepted when their listener closes, and
         callers who have connected may be about to ask. So all are accepted, and have a moment.
@@ -318,11 +318,11 @@ class Listener:
         await asyncio.sleep(_HAND_OVER_S)
 
     def refuse(self) -> None:
-        """Take no more connections, and close those that are idle."""
+        """Accept no more connections, and close idle ones."""
         self._server.should_exit = True
 
     async def stop(self) -> None:
-        """Refuse, and wait a moment for answers that are on their way."""
+        """Refuse, and wait a moment for answers on their way."""
         self.refuse()
         if self._watching is not None:
             self._watching.cancel()
@@ -337,7 +337,7 @@ class Listener:
 
 
 def _end_unread(sock: socket.socket, after_s: float) -> None:
-    """Have the kernel end a connection whose caller reads nothing of what is there for so long.
+    """Have the kernel end a connection whose caller reads nothing for that long.
 
     What is closed, too, waits for its last bytes to be read: without this its place is held as
     long as the caller likes. Linux alone does so; elsewhere the caller's end is waited for.
@@ -348,7 +348,7 @@ def _end_unread(sock: socket.socket, after_s: float) -> None:
 
 
 def _drop_syns(listening: socket.socket) -> None:
-    """Let nobody connect any more: who tries does so again after 1 s, and finds another listener.
+    """Accept no new connections: callers try again after 1 s, and reach another listener.
 
     Between the last accept and the close there is always a moment in which the kernel lets one in
     and then resets it. Linux alone can close it; elsewhere a caller may be lost there.
@@ -360,7 +360,7 @@ def _drop_syns(listening: socket.socket) -> None:
 
 
 def _accept_all(listening: socket.socket) -> list[socket.socket]:
-    """Accept every connection that waits."""
+    """Accept every waiting connection."""
     accepted = []
     with contextlib.suppress(OSError):
         while True:
@@ -369,7 +369,7 @@ def _accept_all(listening: socket.socket) -> list[socket.socket]:
 
 
 def hold_port(host: str, port: int) -> socket.socket | None:
-    """Let connections wait for a server that is about to start, in place of being refused.
+    """Let connections wait for a server that is about to start, instead of refusing them.
 
     Returns what `Listener.start` takes; None: somebody takes connections there, or it cannot be
     listened on, which `Listener.start` says.
@@ -390,7 +390,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:
-    """Bind: a gateway that replaces one which drains listens beside it meanwhile."""
+    """Bind; a gateway listens beside the one that it replaces while that drains."""
     made = socket.socket(_family(host), socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

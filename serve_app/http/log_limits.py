@@ -1,4 +1,4 @@
-"""How often the server that listens may say the same: callers must not fill the disk with lines."""
+"""Limits repeated log lines of the server: callers must not fill the disk with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_KINDS = 64
 
 
 class OncePerPeriod(logging.Filter):
-    """Lets one line of each kind through per minute, and says there how many were left out.
+    """Lets one line of each kind through per minute, with the number of suppressed ones.
 
     A kind is a text before its values are put in, with the class of the error that it tells of.
     """
@@ -23,7 +23,7 @@ class OncePerPeriod(logging.Filter):
         """By kind: when a line of it was last let through, and how many were left out since."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether a line is written."""
+        """Return whether a line is written."""
         kind = (record.msg, record.exc_info[0] if record.exc_info else None)
         now_s = self._clock_s()
         written_s, num_left_out = self._seen.get(kind, (-PERIOD_S, 0))
@@ -39,7 +39,7 @@ class OncePerPeriod(logging.Filter):
 
 
 def limit_log() -> None:
-    """Have uvicorn's lines come once per minute each, in this process."""
+    """Limit uvicorn's lines of this process to one of each kind per minute."""
     logger = logging.getLogger("uvicorn.error")
     if not any(isinstance(each, OncePerPeriod) for each in logger.filters):
         logger.addFilter(OncePerPeriod())

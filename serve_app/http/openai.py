@@ -1,4 +1,4 @@
-"""OpenAI's routes: the models that are served, and a description of those that replicas answer."""
+"""OpenAI's routes: the list of models, and descriptions of the routes that replicas answer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def chat_completions(body: ChatBody, service_tier: _ClassHeader = None) -> Respo
 
 
 def make_router(gateway: Gateway, access: Access) -> APIRouter:
-    """Lay OpenAI's routes about models over a gateway."""
+    """Make OpenAI's routes about models."""
     router, is_authorized = APIRouter(), [Depends(access.is_authorized)]
     started_s, catalog = int(time.time()), ModelCatalog(gateway.cluster)
 

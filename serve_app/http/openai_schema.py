@@ -1,4 +1,4 @@
-"""OpenAI's bodies, as far as they are understood here.
+"""The parts of OpenAI's bodies that are understood here.
 
 Fields that nothing here depends on are accepted; those that would change an answer and are not
 supported are refused in one sentence, unless they ask for what happens anyway.
@@ -81,7 +81,7 @@ class GenerationBody(Body):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Longest answer that is asked for, tokens."""
+        """Longest answer that the request allows, tokens."""
         return self.max_tokens
 
     @property
@@ -104,7 +104,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def text(self) -> str | None:
-        """The prompt as a text; None where it is token ids."""
+        """The prompt as text; None: it is token ids."""
         if isinstance(self.prompt, str):
             return self.prompt
         first = self.prompt[0]
@@ -112,7 +112,7 @@ class CompletionBody(GenerationBody):
 
 
 class TextPart(Body):
-    """A piece of a message."""
+    """A text in a message."""
 
     type: Literal["text"]
     text: _Text
@@ -127,7 +127,7 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str:
-        """All that was said."""
+        """Its whole text."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
@@ -150,12 +150,12 @@ class ChatBody(GenerationBody):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Longest answer that is asked for, tokens."""
+        """Longest answer that the request allows, tokens."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def conversation(self) -> tuple[dict[str, str], ...]:
-        """Roles and texts."""
+        """Roles and texts of all messages."""
         roles = {"developer": "system"}
         return tuple(
             {"role": roles.get(message.role, message.role), "content": message.text}
@@ -192,7 +192,7 @@ class CompletionAnswer(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """What the model said."""
+    """The message of the model."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -249,6 +249,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """OpenAI's envelope of every error."""
+    """OpenAI's form of every error."""
 
     error: ErrorDetail

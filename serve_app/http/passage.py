@@ -1,4 +1,4 @@
-"""The HTTP of a carrier: OpenAI's routes answered here, all others by the decider."""
+"""The HTTP side of a carrier: it answers OpenAI's routes, and the decider all others."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ANSWERED_ALONE = frozenset(("/health", "/healthz", "/v1/models"))
 
 
 def create_carrier_api(carrier: Carrier, tokenizers: Tokenizers, access: Access) -> ASGIApp:
-    """Lay HTTP over a carrier."""
+    """Make the HTTP application of a carrier."""
     bodies = PendingBodies.of(carrier.cluster)
     intake = Intake(access, bodies, errors.refuse)
     data_path = DataPath(carrier, tokenizers, intake, errors.refuse)
     alone = create_gateway_api(carrier.alone, tokenizers, access)
 
     async def pass_on(scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand a request whose body has been read on to the decider, from the caller's address."""
+        """Pass a complete request on to the decider, with the caller's address."""
         body = (await receive())["body"]
         try:
             answer, content = await carrier.ask(_head(scope), body)
@@ -50,7 +50,7 @@ def create_carrier_api(carrier: Carrier, tokenizers: Tokenizers, access: Access)
 
 
 def _head(scope: Scope) -> dict[str, object]:
-    """What the decider has to know of a request beside its body."""
+    """The head of a request for the decider."""
     return {
         "method": scope["method"],
         "path": scope["path"],

@@ -1,4 +1,4 @@
-"""What the gateway has to know of a body that it hands on as it is.
+"""The parts that the gateway reads of a body which it hands on unchanged.
 
 What is odd in it is for the endpoint to say: it may know fields and values that nobody here does.
 """
@@ -23,7 +23,7 @@ _MOST_TOKENS = 10**9
 # Not frozen: that takes four times as long to make, and every request makes one.
 @dataclass(slots=True)
 class Peek:
-    """What a body says that decides where it goes."""
+    """The parts of a body that decide where it goes."""
 
     fields: dict[str, Any]
     """All of it."""
@@ -39,13 +39,13 @@ class Peek:
 
     @property
     def priority(self) -> Any:
-        """Priority in vLLM's sense, which is no text; None: it gives none."""
+        """Priority as vLLM has it, a number; None: none is given."""
         given = self.fields.get("priority")
         return None if isinstance(given, str) else given
 
 
 def peek_form(body: bytes, content_type: str) -> Peek:
-    """Read what matters of `multipart/form-data`, which files of sound come in."""
+    """Read the relevant parts of `multipart/form-data`, the form of audio files."""
     boundary = re.search(
         r'^multipart/form-data;.*boundary="?([^\s";]+)', content_type, re.IGNORECASE
     )
@@ -67,7 +67,7 @@ def peek_form(body: bytes, content_type: str) -> Peek:
 
 
 def peek(fields: dict[str, Any], model_at: tuple[int, int] | None = None) -> Peek:
-    """Pick what matters from the fields of a body; `model_at` is of a form."""
+    """Read the relevant fields of a body; `model_at` is for forms."""
     model = fields.get("model")
     named = next((fields[key] for key in _LENGTHS if type(fields.get(key)) is int), 0)
     names = (fields.get("service_tier"), fields.get("priority"))
@@ -82,7 +82,7 @@ def peek(fields: dict[str, Any], model_at: tuple[int, int] | None = None) -> Pee
 
 
 def read_fields(body: bytes) -> dict[str, Any]:
-    """Read a body, which must be a JSON object in UTF-8, or raise BadRequest."""
+    """Read a body, which must be a JSON object in UTF-8; else BadRequest."""
     try:
         fields = json.loads(body.decode())
     except UnicodeDecodeError:

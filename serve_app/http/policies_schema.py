@@ -1,4 +1,4 @@
-"""Messages of `/v1/policies`: who decides, who did before, and the experiment."""
+"""Messages of `/v1/policies`: the present and the previous policy, and the experiment."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BreakerAnswer(PolicyReference):
 
 
 class EstimateAnswer(BaseModel):
-    """A gain over what was done, with its 95 % interval; null: too little is known."""
+    """A gain over the logged policy, with its 95 % interval; null: too little data."""
 
     estimate: float | None
     low: float | None
@@ -47,7 +47,7 @@ class EstimateAnswer(BaseModel):
 
 
 class ExperimentAnswer(BaseModel):
-    """An experiment so far."""
+    """The results of an experiment so far."""
 
     mode: Mode
     policy: BreakerAnswer
@@ -93,7 +93,7 @@ class PoliciesAnswer(BaseModel):
 
 
 def describe_policies(manager: PolicyManager) -> PoliciesAnswer:
-    """Say who decides, who did before, and how the experiment goes."""
+    """Return the present and the previous policy, and the experiment."""
     previous, experiment = manager.previous, manager.experiment
     return PoliciesAnswer(
         champion=_breaker(manager.policy),

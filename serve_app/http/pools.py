@@ -1,4 +1,4 @@
-"""What is known of every replica, and endpoints that come and go by hand."""
+"""The state of every replica, and endpoints that are added and removed by hand."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class EndpointsChange(Body):
 
 
 def make_router(gateway: Gateway, access: Access) -> APIRouter:
-    """Lay the routes about pools over a gateway."""
+    """Make the routes about pools."""
     router, may_change = APIRouter(), [Depends(access.may_change)]
 
     @router.get("/v1/pools", dependencies=[Depends(access.may_see_all)], responses=DENIED)
     async def pools() -> dict[str, Any]:
-        """Tell what is known of every replica, and from where pools have their endpoints."""
+        """Return the state of every replica, and where pools find their endpoints."""
         now_s, backends = gateway.refresh(), gateway.backends.values()
         ejected_s, states = gateway.outliers.ejected_s, gateway.states()
         cluster = gateway.cluster
@@ -59,7 +59,7 @@ def make_router(gateway: Gateway, access: Access) -> APIRouter:
     @router.post("/v1/pools", dependencies=may_change, responses=PROBLEMS)
     @router.delete("/v1/pools", dependencies=may_change, responses=PROBLEMS)
     async def change(body: EndpointsChange, request: Request) -> dict[str, Any]:
-        """Add endpoints that the cluster file allows; or let some end what they do, and go."""
+        """Add endpoints that the cluster file allows, or drain and remove some."""
         pool, adds = gateway.backends.get(body.pool), request.method == "POST"
         if not isinstance(pool, ExternalBackend):
             raise BadRequest(f"pool {body.pool!r} has no endpoints that come and go", 404)

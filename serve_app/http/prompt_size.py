@@ -1,4 +1,4 @@
-"""How long the prompt of a body is, where only the endpoint that answers can count its tokens.
+"""Estimates the length of a prompt that only the endpoint itself can tokenise.
 
 All that becomes part of a prompt is measured by kind. What a kind is in tokens is learnt for each
 model from the `usage` of answers, so each answer corrects the estimates of later requests.
@@ -62,7 +62,7 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class PromptSize:
-    """What a body has of each kind that becomes part of its prompt."""
+    """How much of each kind of content a prompt has."""
 
     def __init__(self, fields: Mapping[str, Any], images: Formula) -> None:
         self._images, self._pieces = images, list[tuple[int, str]]()
@@ -87,7 +87,7 @@ class PromptSize:
             self.expected[_HAS_TOOLS] += _PRIORS[_HAS_TOOLS]
 
     def _measure(self, text: str, kind: int) -> None:
-        """Count letters and marks, which take four times as many tokens, as spaces take none."""
+        """Count letters, marks, which take four times as many tokens, and no spaces."""
         data, num_wide = text.encode("utf-8", "surrogatepass"), 0
         rest = data.translate(None, _LETTERS)
         if not text.isascii():
@@ -139,20 +139,20 @@ class PromptSize:
 
 
 class PromptTokens:
-    """Estimates how many tokens the prompts of one model have, and learns from what they had."""
+    """Estimates the tokens of prompts for one model, and learns from true counts."""
 
     def __init__(self, images: Formula) -> None:
         self.images = images
         self._weights, self._variance = [1.0] * len(_PRIORS), np.eye(len(_PRIORS))
 
     def estimate(self, expected: Mapping[int, float]) -> int:
-        """Tokens of a prompt, at least one, by what is expected of each kind."""
+        """Tokens of a prompt, at least one, by the expectation for each kind."""
         return max(
             round(sum([self._weights[kind] * number for kind, number in expected.items()])), 1
         )
 
     def learn(self, expected: Mapping[int, float], estimate: int, num_tokens: int) -> None:
-        """Take what an endpoint has counted: a Kalman filter of relative errors."""
+        """Learn from a true count: a Kalman filter of relative errors."""
         if abs(num_tokens - estimate) < _NEAR * num_tokens or num_tokens <= 0:
             return
         error = 1.0 - self.estimate(expected) / num_tokens
@@ -166,7 +166,7 @@ class PromptTokens:
 
 
 def _dump(value: Any) -> str:
-    """Write a value as JSON; nothing where it is too deep."""
+    """Return a value as JSON; empty where it is nested too deeply."""
     try:
         return _encode(value)
     except RecursionError:

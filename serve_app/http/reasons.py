@@ -1,4 +1,4 @@
-"""What is wrong with a request, in one sentence, and how OpenAI lays errors out."""
+"""What is wrong with a request, in one sentence, and OpenAI's form of errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANTHROPIC_KINDS = dict.fromkeys((400, 405, 408, 415, 422, 431), "invalid_reques
 
 
 class BadRequest(ValueError):
-    """A request that cannot be served as it is; the text says why."""
+    """A request cannot be served as it is; the text says why."""
 
     def __init__(self, reason: str, status: int = 400, param: str | None = None) -> None:
         super().__init__(reason)
@@ -32,7 +32,7 @@ def kind_of(status: int) -> str:
 def openai_error(
     message: str, kind: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Lay an error out as OpenAI does."""
+    """Return an error in OpenAI's form."""
     return {"message": message, "type": kind, "param": param, "code": code}
 
 
@@ -40,7 +40,7 @@ def envelope(
     path: str, status: int, message: str, param: str | None = None, kind: str | None = None,
     code: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Lay an error out as clients of a route expect it: Anthropic's or OpenAI's."""
+    """Return an error in the form of a route's clients: Anthropic's or OpenAI's."""
     if path.startswith(_ANTHROPIC):
         kind = _ANTHROPIC_KINDS.get(status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
@@ -50,7 +50,7 @@ def envelope(
 
 
 def reason_of(errors: Sequence[Mapping[str, Any]]) -> str:
-    """Say in one sentence what is wrong first, of the errors that pydantic lists."""
+    """Say in one sentence what the first of the errors of pydantic is."""
     first = errors[0]
     others = len(errors) - 1
     more = f" (and {others} more problem{'s' if others > 1 else ''})" if others else ""
@@ -76,7 +76,7 @@ def _sentence(error: Mapping[str, Any]) -> str:
 
 
 def _field(location: tuple[str | int, ...]) -> str:
-    """Write ("body", "snapshots", 1, "num_slots") as snapshots[1].num_slots."""
+    """Return ("body", "snapshots", 1, "num_slots") as snapshots[1].num_slots."""
     path = ""
     for part in location[1:]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}"

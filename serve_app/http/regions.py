@@ -1,4 +1,4 @@
-"""Who decides about regions: the rule that ships, then prox_ot, then everything stays local."""
+"""Decisions about regions: by the shipped rule, then prox_ot; then everything stays local."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TIMES_S = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5)
 
 
 class RegionDecider:
-    """Decides about regions, whatever is wrong with the policy; counts who did.
+    """Decides about regions even where the policy fails; counts who decided.
 
     Fallbacks go by the last arrivals, so no forecast can mislead them.
     """
@@ -65,13 +65,13 @@ class RegionDecider:
 
     @classmethod
     def shipped(cls, registry: CollectorRegistry | None = None) -> RegionDecider:
-        """Serve the rule that ships."""
+        """Make the decider of the shipped rule."""
         rule = ActivationRule()
         policy = REGION_BASELINES[BEST_RULE](rule)
         return cls(policy, BEST_RULE, RULE, rule=rule, registry=registry)
 
     def decide(self, message: RegionsMessage) -> RegionsAnswer:
-        """Decide by the first policy whose answer can be used, and count."""
+        """Decide by the first policy with a usable answer, and count it."""
         started = time.perf_counter()
         decision, name, reason = self._decide(message)
         elapsed = time.perf_counter() - started
@@ -95,7 +95,7 @@ class RegionDecider:
         )
 
     def describe(self) -> RegionsCard:
-        """Say what is served and what has happened since the start."""
+        """Return the policy, and the counts since the start."""
         return RegionsCard(
             policy=self._name, source=self._source, version=self._version,
             num_decisions=self._num_decisions, fallbacks=dict(self._counted),
@@ -120,7 +120,7 @@ class RegionDecider:
 
 
 class Unusable(ValueError):
-    """An answer with NaN, or with rows that are no shares."""
+    """An answer has NaN, or rows that are no shares."""
 
 
 def _checked(policy: RegionPolicy, state: RegionState) -> RegionDecision:
@@ -145,7 +145,7 @@ def _first_usable(
 
 
 def make_router(decider: RegionDecider, access: Access) -> APIRouter:
-    """Lay `/v1/regions` over `decider`."""
+    """Make `/v1/regions` for a decider."""
     router, is_authorized = APIRouter(), [Depends(access.is_authorized)]
     turn = asyncio.Lock()
 
@@ -158,7 +158,7 @@ def make_router(decider: RegionDecider, access: Access) -> APIRouter:
 
     @router.get("/v1/regions", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def describe() -> RegionsCard:
-        """Describe the policy that decides about regions, and count what it did."""
+        """Describe the policy that decides about regions, and count its decisions."""
         return decider.describe()
 
     return router

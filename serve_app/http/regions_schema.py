@@ -23,14 +23,14 @@ _Shares = Annotated[list[_Share], Field(max_length=MAX_REGIONS, fail_fast=True)]
 
 
 class ServerMessage(StrictBody):
-    """A server of a region that is not down."""
+    """A server of a region that is up."""
 
     tasks_per_slot: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
     """Tasks of the usual mix that it serves in a slot."""
 
 
 class RegionMessage(StrictBody):
-    """What is known of one region."""
+    """The telemetry of one region."""
 
     region_id: Annotated[str, Field(min_length=1, max_length=256)]
     arrivals: Annotated[list[_Count], Field(min_length=1, max_length=MAX_SLOTS, fail_fast=True)]
@@ -50,7 +50,7 @@ class RegionMessage(StrictBody):
 
 
 class RegionsMessage(StrictBody):
-    """Body of `POST /v1/regions`: the telemetry of all regions when a slot begins."""
+    """Body of `POST /v1/regions`: the telemetry of all regions at the start of a slot."""
 
     slot_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 45.0
     regions: Annotated[
@@ -86,7 +86,7 @@ class RegionsMessage(StrictBody):
         return self.regions[0].forecast is not None
 
     def to_state(self, with_forecast: bool) -> RegionState:
-        """Make what a policy sees; without the forecast, the last arrivals stand in for it."""
+        """Make the state for a policy; the last arrivals stand in for a missing forecast."""
         regions, num = self.regions, len(self.regions)
         arrivals = np.array([region.arrivals for region in regions], dtype=np.float64).T
         forecast = arrivals[-1:]
@@ -114,7 +114,7 @@ class RegionsMessage(StrictBody):
 
 
 class RegionsAnswer(BaseModel):
-    """Answer of `POST /v1/regions`: what to do in the slot that begins."""
+    """Answer of `POST /v1/regions`: the decision for the slot that begins."""
 
     decision_id: str
     region_ids: list[str]

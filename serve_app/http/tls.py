@@ -1,4 +1,4 @@
-"""TLS of the gateway's own: a certificate that may be replaced while it is used."""
+"""The gateway's TLS: a certificate that can be replaced while it is used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve_app.watched_file import WatchedFile, identity_of
 
 
 class Certificate(WatchedFile[ssl.SSLContext]):
-    """A certificate with its key; connections that are made later have the one of then."""
+    """A certificate with its key; later connections use the latest one."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Read the files; a ValueError says that they cannot be used together."""
@@ -35,7 +35,7 @@ class Certificate(WatchedFile[ssl.SSLContext]):
 
 
 def _context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """Make what a server needs; a ValueError says why the files cannot be used."""
+    """Make the TLS context of a server; a ValueError says why the files cannot be used."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
     made.set_alpn_protocols(["http/1.1"])

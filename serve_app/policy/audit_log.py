@@ -1,4 +1,4 @@
-"""Who changed what, and when: a file of JSON lines that is never longer than was said."""
+"""Who changed what, and when: a JSON lines file of limited size."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AuditLog:
     """
 
     def __init__(self, path: Path, max_bytes: int = _MAX_BYTES) -> None:
-        """Append to a file that only its user may read, of so many bytes, as the old ones are."""
+        """Append to a file for its user alone, of at most that many bytes, as are its old ones."""
         self._path, self._max_bytes = path, max_bytes
         self._thread = ThreadPoolExecutor(1, "audit-log")
 
@@ -55,7 +55,7 @@ class AuditLog:
         self._thread.submit(self._append, line.encode())
 
     def close(self) -> None:
-        """Wait until all is written."""
+        """Wait until everything is written."""
         self._thread.shutdown()
 
     def _append(self, line: bytes) -> None:

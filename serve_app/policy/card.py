@@ -1,4 +1,4 @@
-"""What is known of a policy that may decide."""
+"""A policy, described for callers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PolicyReference(BaseModel):
 
 
 class PolicyCard(PolicyReference):
-    """What is known about the policy that is served."""
+    """Describes the policy that is served."""
 
     kind: str
     """`linear`, `marginal`, `mlp` or `corrected` for a trained policy, `baseline` for a rule."""
@@ -43,5 +43,5 @@ class PolicyCard(PolicyReference):
 
     @property
     def reference(self) -> PolicyReference:
-        """What it takes to tell it from others."""
+        """The fields that tell it from others."""
         return PolicyReference.model_validate(self, from_attributes=True)

@@ -1,4 +1,4 @@
-"""The registry's aliases follow the policy that decides: they are moved, and moved back, in order.
+"""Moves the registry's aliases to the policy that decides, and back, in order.
 
 An alias and a policy cannot change in one step: the registry is another program, which may be slow,
 fail, or do what it was asked after nobody waits any more. So what the aliases should be is a
@@ -30,24 +30,24 @@ _REGISTRY_S = 30.0
 
 
 class PromotionDropped(RuntimeError):
-    """A promotion that nobody wants any more once the registry has answered."""
+    """A promotion was cancelled before the registry answered."""
 
 
 class Background:
-    """Tasks that nobody else holds."""
+    """Keeps background tasks alive."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Begin a task."""
+        """Start a task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         return task
 
     def stop(self) -> None:
-        """Cancel all."""
+        """Cancel all tasks."""
         for task in self._tasks:
             task.cancel()
 
@@ -58,7 +58,7 @@ class Background:
 
 
 class ChampionAlias:
-    """Writes the aliases of one registered model; one write at a time."""
+    """Writes the aliases of one registered model, one write at a time."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ to read and hide a few costs less than another call."""
 
 @dataclass(frozen=True)
 class Part:
-    """What attends in one call: a prompt, or one token of each of several sequences."""
+    """Queries that attend in one call: a prompt, or one token each of several sequences."""
 
     num_sequences: int
     queries: torch.Tensor
@@ -36,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How a batch attends, the same in all layers."""
+    """How a batch attends; all layers use the same layout."""
 
     parts: list[Part]
     read_index: torch.Tensor
@@ -141,7 +141,7 @@ def make_plan(
 def _causal(
     num_queries: int, num_keys: int, group: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Let the last of the queries see all keys, and every other one as many less."""
+    """Mask so that the last query sees all keys, and each earlier one sees one key less."""
     if num_queries == 1:
         return None
     visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
@@ -149,7 +149,7 @@ def _causal(
 
 
 def _hide(num_keys: list[int], group: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Hide what is beyond each sequence's keys; shape (sequences, 1, group, most keys)."""
+    """Mask the padding after each sequence's keys; shape (sequences, 1, group, most keys)."""
     most = max(num_keys)
     if min(num_keys) == most:
         return None

@@ -1,4 +1,4 @@
-"""Converts a GGUF file to safetensors and tokenizer files: GGUF FOLDER."""
+"""Convert a GGUF file to safetensors and tokenizer files; arguments: GGUF FOLDER."""
 
 from __future__ import annotations
 

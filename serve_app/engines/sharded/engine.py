@@ -45,7 +45,7 @@ _PING_TIMEOUT_S = 10.0
 
 
 def rank_bundles(config: EngineConfig) -> list[dict[str, float]]:
-    """Return what the ranks reserve, one bundle each.
+    """Return the resources that ranks reserve, one bundle each.
 
     A deployment that brings its own placement group puts its own bundle before these.
     """
@@ -61,7 +61,7 @@ def rank_bundles(config: EngineConfig) -> list[dict[str, float]]:
 
 
 class Rank:
-    """The actor of one rank; its methods return what `serve_app.engines.sharded.rank` does."""
+    """The actor of one rank; its methods call those of `serve_app.engines.sharded.rank`."""
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
         if not ray.get_gpu_ids():
@@ -74,7 +74,7 @@ class Rank:
         self._outbox: Any = None
 
     async def open_store(self) -> tuple[str, int]:
-        """Open the store where ranks meet, and tell where."""
+        """Open the store where ranks meet, and return its address."""
         from serve_app.engines.sharded.rank import open_store
 
         host = ray.util.get_node_ip_address()
@@ -118,20 +118,20 @@ class Rank:
             self._manager.cancel_request(request_id)
 
     async def poll(self, timeout_s: float) -> RankReport:
-        """Return what has happened since the last call, as soon as there is something."""
+        """Return what has happened since the last call, as soon as something has."""
         report: RankReport = await self._outbox.take(timeout_s)
         return report
 
     async def ping(self) -> None:
-        """Answer."""
+        """Answer, to show that the actor is alive."""
 
     async def live(self) -> None:
-        """Never return: whoever waits for this learns of the end of the process."""
+        """Never return: a caller that waits learns when the process ends."""
         await asyncio.Event().wait()
 
 
 def _in_a_sentence(function: Any, *args: Any) -> Any:
-    """Call; turn what goes wrong into an EngineError that can be sent and shown."""
+    """Call a function, and turn its failure into an EngineError, which can be sent and shown."""
     try:
         return function(*args)
     except EngineError:
@@ -141,7 +141,7 @@ def _in_a_sentence(function: Any, *args: Any) -> Any:
 
 
 class WorkerGroup:
-    """Ranks that were placed and can load; `disband` frees whatever there is."""
+    """Ranks that are placed and ready to load; `disband` frees them."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -173,17 +173,17 @@ class WorkerGroup:
         ]
 
     async def load(self) -> None:
-        """Form the process group and load every share; errors as of `call`."""
+        """Form the process group and load every share; raises as `call`."""
         place = await self.call(0, "open_store") if self.config.num_ranks > 1 else None
         await self.call_all("load", place)
 
     async def serve(self) -> GroupLimits:
-        """Allocate the cache and begin to take requests; errors as of `call`."""
+        """Allocate the cache and begin to take requests; raises as `call`."""
         limits: GroupLimits = (await self.call_all("serve"))[0]
         return limits
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Call all ranks, until the first that fails: the others may wait for it in vain."""
+        """Call all ranks, and stop at the first failure: other ranks may wait for it forever."""
         calls = (self.call(number, method, *args) for number in range(len(self.ranks)))
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
@@ -193,7 +193,7 @@ class WorkerGroup:
                 task.cancel()
 
     async def call(self, number: int, method: str, *args: Any) -> Any:
-        """Call one rank; an EngineError says that it failed, or has died."""
+        """Call one rank; an EngineError says that it failed or died."""
         try:
             return await getattr(self.ranks[number], method).remote(*args)
         except (RayError, EngineError) as error:
@@ -201,7 +201,7 @@ class WorkerGroup:
             raise EngineError(f"{where}: {reason_of(error)}") from None
 
     def disband(self) -> None:
-        """End the ranks, and give back what was reserved for them."""
+        """End the ranks, and free their reservation."""
         for rank in self.ranks:
             ray.kill(rank)
         self.ranks = []
@@ -223,21 +223,21 @@ def _start_rank(config: EngineConfig, number: int, group: PlacementGroup, bundle
 
 
 async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel tasks, and wait until they are over."""
+    """Cancel tasks, and wait for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def reason_of(error: Exception) -> str:
-    """Say in one sentence what a Ray error says in many lines."""
+    """Shorten the many lines of a Ray error to one sentence."""
     if isinstance(error, RayTaskError):
         error = error.cause
     return "its process has died" if isinstance(error, RayError) else reason_line(error)
 
 
 class _Stream:
-    """What is on its way to one caller."""
+    """The queue of chunks for one caller."""
 
     def __init__(self, request_id: str, key: str, ignore_eos: bool) -> None:
         self.request_id, self.key, self.ignore_eos = request_id, key, ignore_eos
@@ -257,7 +257,7 @@ class _Stream:
 
 
 class _Streams:
-    """Requests that are not answered yet, and those that rank 0 has to forget."""
+    """Requests in progress, and aborted ones that rank 0 does not know of yet."""
 
     def __init__(self, admission: Admission) -> None:
         self.by_id: dict[str, _Stream] = {}
@@ -277,7 +277,7 @@ class _Streams:
         return stream
 
     def close(self, stream: _Stream, has_ranks: bool) -> None:
-        """Forget a stream, and on rank 0 the request where it is not at its end."""
+        """Forget a stream; if its request has not ended, have rank 0 forget it too."""
         if self._by_key.pop(stream.key, None) is None:
             return
         del self.by_id[stream.request_id]
@@ -286,7 +286,7 @@ class _Streams:
             self._orphan(stream.key)
 
     def _orphan(self, key: str) -> None:
-        """Have rank 0 told that nobody waits for a request any more."""
+        """Put a request on the list of those that rank 0 is to cancel."""
         self.orphans[key] = None
         self._has_orphans.set()
 
@@ -314,7 +314,7 @@ class _Streams:
                 self.orphans.pop(key, None)
 
     def hand_on(self, progress: Progress, eos_token_ids: frozenset[int]) -> None:
-        """Give a caller what an iteration did to its request."""
+        """Pass the progress of a request to its caller."""
         stream = self._by_key.get(progress.request_id)
         if stream is None:
             # Its cancel was lost, or came before the request itself.
@@ -335,7 +335,7 @@ class ShardedEngine:
     """An engine over a `WorkerGroup`, through transformers' continuous batching."""
 
     def __init__(self, config: EngineConfig, group: WorkerGroup | None = None) -> None:
-        """Serve what `config` says; a `group` that is given has loaded already."""
+        """Serve what `config` says; a given `group` has loaded already."""
         self.config = config
         self._group = group or WorkerGroup(config)
         self._doing = "looking for the model"
@@ -365,7 +365,7 @@ class ShardedEngine:
             raise
 
     async def _start_connected(self) -> None:
-        """Start; anew with other processes where ranks did not reach each other."""
+        """Start; where ranks cannot reach each other, start again with new processes."""
         for _ in range(_MOST_STARTS - 1):
             try:
                 return await self._start()
@@ -479,7 +479,7 @@ class ShardedEngine:
         self._group.disband()
 
     async def _read(self) -> None:
-        """Hand on what rank 0 reports, for as long as it does."""
+        """Pass on the reports of rank 0 until it ends."""
         while True:
             try:
                 report: RankReport = await self._group.ranks[0].poll.remote(_POLL_S)
@@ -498,7 +498,7 @@ class ShardedEngine:
             self._fail(f"rank {number} of {self.config.num_ranks}: {reason_of(error)}")
 
     def _fail(self, reason: str) -> None:
-        """End everything that runs with one reason; the first one counts."""
+        """End every request with one reason; only the first call counts."""
         if self._admission.closed is None:
             self._admission.close(reason)
             # The ranks that are left wait in a collective for the one that is gone.
@@ -517,7 +517,7 @@ class ShardedEngine:
         return len(lately) < _MAX_REVIVALS
 
     async def _revive(self, reason: str) -> None:
-        """Start new ranks in place of those that ended: faster than another replica would be."""
+        """Replace ranks that ended, which is faster than a new replica."""
         logger.warning("new ranks are started: %s", reason)
         try:
             await self._clear()

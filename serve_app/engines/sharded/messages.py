@@ -1,4 +1,4 @@
-"""What ranks and their engine tell each other."""
+"""Messages between ranks and their engine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tokenyard.routing.types import OrderKey
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """What a loaded model can take."""
+    """Limits of a loaded model."""
 
     kv_capacity_tokens: int
     eos_token_ids: frozenset[int]
 
 
 class RequestNames:
-    """Names by which ranks know requests: none is used twice, and each ends with an order key.
+    """Names of requests at the ranks: each is unique, and ends with an order key.
 
     All ranks queue alike, so that they must be told the same keys, and transformers tells them
     nothing of a request but its name and its tokens.
@@ -29,13 +29,13 @@ class RequestNames:
         self._numbers, self._arrivals = itertools.count(), ArrivalKeys()
 
     def new(self, request_id: str, order_key: OrderKey | None) -> str:
-        """Name a request that comes now; without an order key it has the time as its key."""
+        """Name a request; without an order key, the time is its key."""
         key = write_order_key(self._arrivals.key(order_key))
         return f"{request_id}#{next(self._numbers)}@{key}"
 
 
 def request_id_in(name: str) -> str:
-    """Return whose name it is."""
+    """Return the request id in a name."""
     return name.rpartition("#")[0]
 
 
@@ -57,7 +57,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What rank 0 has to tell since it was last asked."""
+    """What has happened on rank 0 since the last poll."""
 
     progress: list[Progress]
     stats: EngineStats | None

@@ -18,7 +18,7 @@ _FEWEST_WEIGHTS = 100_000
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer whose weight may be packed."""
+    """A linear layer whose weight can be packed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Multiply; shape (..., inputs) to (..., outputs)."""
@@ -29,7 +29,7 @@ class PackedLinear(nn.Linear):
 
 
 def make_packable(model: nn.Module) -> None:
-    """Let linear layers take packed weights; before tensor parallelism wraps their `forward`."""
+    """Make linear layers packable, before tensor parallelism wraps their `forward`."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = PackedLinear

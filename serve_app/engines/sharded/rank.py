@@ -1,4 +1,4 @@
-"""What one rank of a group does: hold its share of the model and take part in every iteration.
+"""One rank of a group: it holds a share of the model and takes part in every iteration.
 
 All ranks run transformers' continuous batching in lockstep. Rank 0 alone has requests; what it
 takes up, it tells the others, who then schedule the same batch, compute their share of it and draw
@@ -71,13 +71,13 @@ _GPU_WORKSPACE_FRACTION = 0.1
 
 
 def open_store(host: str, num_ranks: int) -> tuple[Any, int]:
-    """Open the store where ranks meet; returns it and its port, which the system chose."""
+    """Open the store where ranks meet; return it and its port, which the system chooses."""
     store = dist.TCPStore(host, 0, num_ranks, is_master=True, wait_for_workers=False)
     return store, store.port
 
 
 def meet(place: tuple[str, int], num_ranks: int) -> Any:
-    """Go to the store that rank 0 opened."""
+    """Connect to the store of rank 0."""
     return dist.TCPStore(*place, num_ranks, is_master=False)
 
 
@@ -100,7 +100,7 @@ def join_group(rank: int, num_ranks: int, store: Any) -> None:
 
 
 def _yield_to_the_gateway() -> None:
-    """Do not interrupt others on waking up: a decision takes a moment, an iteration many."""
+    """Let waking ranks preempt nobody: a decision takes far less time than an iteration."""
     if hasattr(os, "SCHED_BATCH"):
         for thread in os.listdir("/proc/self/task"):
             os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
@@ -133,7 +133,7 @@ def load_share(config: EngineConfig) -> Any:
 
 
 def _repair_transformers() -> None:
-    """Mend two things in transformers 5.23, each a function that is replaced in this process.
+    """Replace two functions of transformers 5.23 that have faults, in this process.
 
     Tensor together with pipeline parallelism: the plan names modules that other stages hold and
     that were replaced by an identity here (KeyError on embed_tokens). Those rules are dropped.
@@ -175,7 +175,7 @@ def all_logits(model: Any, token_ids: list[int]) -> list[list[float]]:
 
 
 class Outbox(OutputRouter):
-    """Collects what an iteration produced on rank 0, and hands it on as one report."""
+    """Collects the outputs of an iteration on rank 0 into one report."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
@@ -189,11 +189,11 @@ class Outbox(OutputRouter):
         self._death: str | None = None
 
     def deliver(self, output: GenerationOutput) -> None:
-        """Take one output, as transformers calls it for requests that failed."""
+        """Take one output; transformers calls it for requests that failed."""
         self.deliver_batch([output])
 
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
-        """Take what an iteration generated: the last token of every request is new."""
+        """Take the outputs of an iteration: each request has one new token, its last."""
         self._fresh += [
             Progress(
                 output.request_id,
@@ -205,13 +205,13 @@ class Outbox(OutputRouter):
         ]
 
     def publish(self, stats: EngineStats) -> None:
-        """Wake the reader, with the state as of now."""
+        """Wake the reader, and give it the present state."""
         if stats == self._stats and not self._fresh:
             return
         self._put(stats, None)
 
     def die(self, reason: str) -> None:
-        """Tell the reader that nothing more will come."""
+        """Tell the reader why nothing more will come."""
         self._put(self._stats, reason)
 
     def _put(self, stats: EngineStats | None, death: str | None) -> None:
@@ -241,7 +241,7 @@ class Outbox(OutputRouter):
 
 
 class _Nowhere(OutputRouter):
-    """Where the followers' outputs go: rank 0 has the same ones."""
+    """Discards the followers' outputs, which are equal to those of rank 0."""
 
     def deliver(self, output: GenerationOutput) -> None:
         pass
@@ -251,7 +251,7 @@ class _Nowhere(OutputRouter):
 
 
 class LockstepHelper(DistributedHelper):
-    """Makes all ranks follow rank 0, where the original makes those of one tensor group."""
+    """Makes all ranks follow rank 0; the original only unites the ranks of one tensor group."""
 
     def __init__(self) -> None:
         self.dist_on = dist.is_initialized()
@@ -275,7 +275,7 @@ class LockstepHelper(DistributedHelper):
     def tp_all_reduce_state(
         self, payload_size: int, stop_status: int, pause_requested: int = 0
     ) -> tuple[int, int, int]:
-        """Do what the original does, and tell all ranks the time of rank 0.
+        """Do what the original does, and send all ranks rank 0's time.
 
         Ranks must agree on who is late, and clocks of hosts differ.
         """
@@ -290,18 +290,18 @@ class LockstepHelper(DistributedHelper):
         return payload_size, stop_status, pause_requested
 
     def are_kv_heads_tp_ed(self) -> bool:
-        """The cache is told the heads of this rank, already divided."""
+        """False: the cache is given the heads of this rank, which are already divided."""
         return False
 
 
 class StageCache(PagedAttentionCache):
-    """A paged cache for the layers and the heads of this rank alone."""
+    """A paged cache for the layers and heads of this rank only."""
 
     first_layer = 0
     _plan: attention.BatchLayout | None = None
 
     def plan_of(self, layer: int, group: int, dtype: Any, kwargs: Any) -> attention.BatchLayout:
-        """Return how the batch attends, and let what is read be in the plan's order."""
+        """Return how the batch attends, with the read indices in the order of the plan."""
         if layer == self.first_layer or self._plan is None:
             self._plan = attention.make_plan(
                 kwargs["cu_seq_lens_q"].tolist(),
@@ -319,7 +319,7 @@ class StageCache(PagedAttentionCache):
 
 
 class OrderScheduler(FIFOScheduler):
-    """Lets requests wait by their order keys, and counts those pushed out of the cache.
+    """Lets requests wait by their order keys, and counts those evicted from the cache.
 
     One that was pushed out has to start again, and goes back to its place: it has begun in time.
     """
@@ -331,7 +331,7 @@ class OrderScheduler(FIFOScheduler):
         super().__init__(*args, **options)
 
     def reset(self) -> None:
-        """Queue nobody."""
+        """Empty the queue."""
         super().reset()
         self._late: list[tuple[float, str]] = []
         """A heap: when who is late, as far as they have not begun by then."""
@@ -339,7 +339,7 @@ class OrderScheduler(FIFOScheduler):
         """Who waits by its later key."""
 
     def add_waiting_request(self, state: RequestState) -> None:
-        """Queue a request; one that has been running has a longer prompt than its own."""
+        """Queue a request; an evicted one has its output appended to the prompt."""
         name = state.request_id
         has_begun = state._true_initial_tokens > 0
         self.num_preemptions += has_begun
@@ -351,13 +351,13 @@ class OrderScheduler(FIFOScheduler):
         insort(self.waiting_requests_order, name, key=self._key_s)
 
     def clear_cancelled_requests(self) -> list[RequestState]:
-        """Forget who was cancelled, and let others in, for which the original waits for an end."""
+        """Forget cancelled requests, and admit others at once; the original waits for an end."""
         cancelled: list[RequestState] = super().clear_cancelled_requests()
         self.block_new_requests &= not cancelled
         return cancelled
 
     def _get_waiting_candidates(self) -> list[RequestState]:
-        """Return who waits, after those who are late have gone back.
+        """Return waiting requests, after late ones have gone back in the line.
 
         All of them, not the first alone: one that does not fit is passed over.
         """
@@ -388,7 +388,7 @@ class LockstepManager(ContinuousBatchingManager):
     """transformers' continuous batching, for any division into tensor ranks and stages."""
 
     def __init__(self, model: Any, config: EngineConfig, outbox: Outbox) -> None:
-        """Size the cache; all ranks must get here."""
+        """Size the cache; every rank has to make this call."""
         batching = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
             max_batch_tokens=config.token_budget,
@@ -429,7 +429,7 @@ class LockstepManager(ContinuousBatchingManager):
         )
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Attend sequence by sequence, where the original computes all with all."""
+        """Attend sequence by sequence; the original lets all attend to all, behind a mask."""
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds == {"full_attention"}:
@@ -438,7 +438,7 @@ class LockstepManager(ContinuousBatchingManager):
             super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
 
     def submit(self, request_id: str, token_ids: list[int], sampling: Sampling) -> None:
-        """Queue a request; on rank 0 alone."""
+        """Queue a request; called on rank 0 only."""
         # All ranks must draw alike, so a seed there must be.
         seed = int.from_bytes(os.urandom(8), "little") if sampling.seed is None else sampling.seed
         taken = self.add_request(
@@ -455,7 +455,7 @@ class LockstepManager(ContinuousBatchingManager):
             raise EngineError("the generation loop has ended")
 
     def _agreed_blocks(self, config: EngineConfig) -> int:
-        """Blocks that fit on every rank."""
+        """The number of blocks that fit on every rank."""
         page = FullAttentionCacheAllocator.get_bytes_per_page(
             self._stage.num_key_value_heads,
             find_head_dim(self._stage),
@@ -553,7 +553,7 @@ class LockstepManager(ContinuousBatchingManager):
 
 
 def composition(batch: ContinuousBatchingIOs) -> tuple[int, int, int]:
-    """Return prefill tokens, decoding sequences and KV tokens read of what was just computed."""
+    """Return prefill tokens, decoding sequences and KV tokens read of the last iteration."""
     prefill_tokens = sequences = kv_tokens = 0
     for future in batch.requests_in_batch:
         # Its status says decoding as soon as the last of its prompt is scheduled.
@@ -566,7 +566,7 @@ def composition(batch: ContinuousBatchingIOs) -> tuple[int, int, int]:
 
 
 def _stage_config(model: Any, config: EngineConfig) -> tuple[Any, int]:
-    """Return the configuration of what this rank caches, and the number of its first layer."""
+    """Return the configuration of the layers that this rank caches, and the first of them."""
     stage = copy.deepcopy(model.config.get_text_config())
     heads = getattr(stage, "num_key_value_heads", None) or stage.num_attention_heads
     stage.num_key_value_heads = heads // config.tensor_parallel

@@ -1,4 +1,4 @@
-"""Drawing tokens inside transformers' continuous batching, each request by its own rules.
+"""Sampling inside transformers' continuous batching, with settings per request.
 
 The batch takes the largest score of every row. Gumbel noise on scores that were divided by the
 temperature makes the largest of them a draw from their softmax, so greedy and sampled requests
@@ -27,7 +27,7 @@ class GumbelDraws(ContinuousBatchingLogitsProcessor):
         self._rows: list[tuple[float, float, int, int]] = []
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        """Nothing is passed in tensors."""
+        """Do nothing: nothing is passed in tensors."""
         int32_tensor.zero_()
 
     def prepare_tensor_args(
@@ -44,7 +44,7 @@ class GumbelDraws(ContinuousBatchingLogitsProcessor):
         return torch.zeros(len(self._rows), dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        """Return scores whose largest is the token of the row, shape (rows, vocabulary)."""
+        """Return scores, shape (rows, vocabulary), whose argmax is the sampled token."""
         for row, (temperature, top_p, seed, position) in enumerate(self._rows):
             if temperature > 0:
                 scores[row] = drawn(scores[row], temperature, top_p, seed, position)
@@ -54,7 +54,7 @@ class GumbelDraws(ContinuousBatchingLogitsProcessor):
 def drawn(
     scores: torch.Tensor, temperature: float, top_p: float, seed: int, position: int
 ) -> torch.Tensor:
-    """Return noisy scores whose largest is a draw from the nucleus.
+    """Return noisy scores whose argmax is a sample from the nucleus.
 
     Args:
         scores: Logits of one position, shape (vocabulary,).
