@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from types import SimpleNamespace
+from typing import NamedTuple
 
 from serve_app.cluster import Deadlines
 from serve_app.engines.base import EngineStatus
@@ -56,6 +56,10 @@ _HANDED_BACK = frozenset(
 _HANDED_BACK_PREFIXES = (b"openai-", b"x-ratelimit-")
 
 
+class _ReplicaId(NamedTuple):
+    unique_id: str
+
+
 class EndpointAsRayReplica:
     """An endpoint, as Ray's router expects a replica."""
 
@@ -64,7 +68,7 @@ class EndpointAsRayReplica:
     multiplexed_model_ids: frozenset[str] = frozenset()
 
     def __init__(self, replica_id: str, origin: Origin, max_ongoing: int, key: bytes = b"") -> None:
-        self.replica_id = SimpleNamespace(unique_id=replica_id)
+        self.replica_id = _ReplicaId(replica_id)
         self.origin, self.key = origin, key
         self.max_ongoing_requests = max_ongoing
         self.status = EngineStatus(0, 0, 0.0, 0.0)

@@ -132,7 +132,7 @@ def handed_on(data, cuts, breaks=False, takes=(), at_once=False):
     )
 
     async def run():
-        timer = ResponseTimer(Deadlines(), request, 0.0)
+        timer = ResponseTimer(Deadlines(), attempt, 0.0)
         try:
             await _hand_on_events(Upstream(pieces, breaks), attempt, timer, at_once)
         finally:

@@ -42,7 +42,7 @@ async def started(errors, monkeypatch):
     monkeypatch.setattr(sharded, "check_plan", lambda shape, config: None)
     group = Group(errors)
     engine = sharded.ShardedEngine(EngineConfig(model="none"), group)
-    monkeypatch.setattr(engine, "_needs", lambda: "a rank")
+    monkeypatch.setattr(sharded.ray, "cluster_resources", lambda: {"CPU": 1.0})
     monkeypatch.setattr(engine, "_watch", lambda number: asyncio.sleep(0))
     monkeypatch.setattr(engine, "_read", lambda: asyncio.sleep(0))
     await engine.start()
