@@ -30,9 +30,9 @@ from serve_app.gateway import interpreter
 from serve_app.gateway.answer import Answer
 from serve_app.gateway.attempts import ReplicaAttempt
 from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.decision_record import Pick
 from serve_app.gateway.exchange import Attempt, Call, Headers, InferenceRequest
 from serve_app.gateway.gateway import Gateway
-from serve_app.gateway.pick import Pick
 from serve_app.gateway.replicas import Prompt, ReplicaTable
 from serve_app.policy.manager import PolicyManager
 from tokenyard.problem import Row

@@ -75,14 +75,14 @@ class GatewayOptions(BaseModel):
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """Port where it listens. Ray Serve's own proxy is not used."""
     policy: str | None = None
-    """In place of the cluster's policy; `candidate` also in place of its allocation's."""
+    """Replaces the cluster's policy; `candidate` also replaces its allocation's."""
     scenario: str | None = None
-    """In place of the cluster's: whose champion, tuned rules and length predictor are used."""
+    """Replaces the cluster's: its champion, tuned rules and length predictor are used."""
     must_be_there: bool = False
     """Refuse to start where a trained policy is missing or broken, in place of serving by the
     cluster's baseline."""
     explore_fraction: float | None = None
-    """In place of the cluster's."""
+    """Replaces the cluster's."""
     registry: str | None = None
     """MLflow tracking URI where champions are looked up; None: that of the environment, or only
     shipped ones count."""
@@ -104,7 +104,7 @@ _HEALTH_PERIOD_S = 1.0
 _HEALTH_TIMEOUT_S = 3.0
 _PROXY_S = 2.0
 _END_S = 5.0
-"""For a gateway that has drained to end."""
+"""Time for a drained gateway to end."""
 _SQLITE = "sqlite:///"
 
 

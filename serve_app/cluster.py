@@ -50,11 +50,11 @@ class EndpointProfile(IterationSpeed):
     """How fast an endpoint is; for a missing field, what it publishes or a default counts."""
 
     max_batch: Annotated[int, Field(ge=1)] | None = None
-    """Where nobody says: 256, vLLM's default."""
+    """Default where nothing is published: 256, as vLLM's."""
     token_budget: Annotated[int, Field(ge=1)] | None = None
     """Left out: 2048, or twice the batch where that is more."""
     kv_capacity_tokens: Annotated[float, Field(ge=1)] | None = None
-    """Where nobody says: 131072."""
+    """Default where nothing is published: 131072."""
     source: Literal["declared"] = "declared"
 
     def completed(self, max_batch: int | None, kv_capacity_tokens: float | None) -> EngineProfile:
@@ -86,7 +86,7 @@ class Deadlines(FrozenModel):
     """An answer that is not streamed comes at its end: so long after `first_token_s` for each token
     that it may have. It is sent elsewhere, too. Without `max_tokens` it has `total_s`."""
     between_tokens_s: Annotated[float, Field(gt=0)] = 30.0
-    """From one token to the next; the answer then ends with the reason."""
+    """Longest time from one token to the next; after it the answer ends with the reason."""
     total_s: Annotated[float, Field(gt=0)] = 600.0
     """Until the last token."""
 
@@ -171,8 +171,8 @@ class ExternalPool(FrozenModel):
     """Headers of callers that its endpoints get, beside those that all endpoints get."""
     deadlines: Deadlines = Deadlines()
     commit: Literal["first_token", "first_byte"] = "first_token"
-    """What of a stream is handed on at once: from its first token on, until which another endpoint
-    can still answer, or all of it, with its head and the comments before a token."""
+    """What of a stream is handed on at once: all from its first token on, so that another endpoint
+    can answer until then, or everything, with its head and comments."""
 
     @model_validator(mode="after")
     def _may_have_endpoints(self) -> Self:
@@ -279,11 +279,11 @@ class Limits(FrozenModel):
     max_connections: Annotated[int, Field(ge=1)] = 4096
     """Connections that callers hold open; one more is closed with 503."""
     max_connections_per_address: Annotated[int, Field(ge=1)] = 1024
-    """Of one address. A proxy in front is one address."""
+    """Connections of one address. A proxy in front is one address."""
     keep_alive_s: Annotated[int, Field(ge=1)] = 75
     """Time after an answer for which its connection waits for another request."""
     max_retries: Annotated[int, Field(ge=0, le=10)] = 2
-    """Times that a request is placed again where a replica fails before its first token."""
+    """How often a request is placed again after a replica failed before its first token."""
 
 
 class QueueSettings(FrozenModel):
@@ -363,7 +363,7 @@ class GatewaySettings(FrozenModel):
     """File that gets a line of JSON for each change: of policies, of plans
     by hand, of keys. None: only the last 200 are kept, in memory and in the state file."""
     tls: TlsFiles | None = None
-    """With what callers are spoken to; None: plain HTTP, for a proxy in front."""
+    """Certificate of the gateway; None: plain HTTP, for a proxy in front."""
     routes: tuple[Annotated[str, Field(pattern=r"^/[^?#\s]+$")], ...] = ()
     """More paths that are handed on to endpoints; `/v1/files/` stands for all that begin so."""
     cors: Cors | None = None
@@ -375,14 +375,15 @@ class GatewaySettings(FrozenModel):
 
 
 FORMAT_VERSION: Literal[1] = 1
-"""Of cluster files: grows where a key changes its meaning, or one without a default comes."""
+"""Version of cluster files: grows when a key changes its meaning, or one without a default is
+added."""
 
 
 class Cluster(FrozenModel):
     """Everything that the gateway serves, and how."""
 
     format_version: Literal[1] = FORMAT_VERSION
-    """Of the file. Keys that have a default come and go without a new one."""
+    """Version of the file. Keys with a default come and go without a new one."""
     name: str
     description: str
     served_model: _ModelName

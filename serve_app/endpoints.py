@@ -29,7 +29,7 @@ class Endpoint(FrozenModel):
     """One replica of an external pool."""
 
     url: HttpUrl
-    """Where `/v1/completions` is, with or without that `/v1`."""
+    """Base of `/v1/completions`, with or without that `/v1`."""
 
     @field_validator("url")
     @classmethod
@@ -94,7 +94,7 @@ Found = Mapping[str, str | None]
 Pattern = Annotated[str, Field(pattern=r"^[0-9a-z*?.:/-]+$")]
 """A network, an address, or the name of a host with wildcards."""
 _NEVER = ("0.0.0.0", "169.254.0.0/16", "224.0.0.0/4", "::", "fe80::/10", "ff00::/8")
-"""Where nothing is looked for unless it is allowed: among them the metadata of clouds."""
+"""Networks that only `allowed` opens; the metadata services of clouds are among them."""
 
 
 def is_allowed(host: str, allowed: Sequence[str]) -> bool:

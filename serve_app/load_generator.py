@@ -40,7 +40,7 @@ WORDS = (
 ).split()
 _RETRIES_S = (0.0, 1.0, 3.0)
 _ARRIVALS = 1 << 41
-"""Of the seed of arrivals; words have another."""
+"""Part of the seed of arrivals; words have another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class LoadConfig(TraceOptions):
     """Which requests are sent, where and when."""
 
     url: str = "http://127.0.0.1:8000"
-    """Where it listens."""
+    """Base URL of the endpoint."""
     trace: str | None = None
     """File, or name of a published trace (azure_code, azure_conv, ...); None: the generator."""
     scenario: str = "conversation"
@@ -56,7 +56,7 @@ class LoadConfig(TraceOptions):
     rate: float | None = None
     """Mean requests per second; None: the trace's, or 1 for the generator."""
     rate_scale: float = 1.0
-    """Times as many requests per second as in the trace."""
+    """Factor on the trace's requests per second."""
     length_scale: float = 1.0
     """Factor on prompt and output lengths, for models that are small."""
     first: int = 0
@@ -73,7 +73,7 @@ class LoadConfig(TraceOptions):
     token: str | None = None
     """Bearer token; TOKENYARD_TOKEN serves in its place."""
     seed: int = 2026
-    """Of generated traffic and of the words in prompts."""
+    """Seed of generated traffic and of the words in prompts."""
 
 
 @dataclass(frozen=True)

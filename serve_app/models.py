@@ -38,7 +38,7 @@ class ModelCatalog:
         """Name of what a request gets that names none."""
         bases = [cluster.model_of(pool) for pool in (*cluster.pools, *cluster.templates)]
         self.models = {name: _served(cluster, name, None) for name in dict.fromkeys(bases)}
-        """By name, adapters last."""
+        """Models by name, adapters last."""
         for pool in cluster.external_pools:
             for name in pool.loras:
                 self.models[name] = _served(cluster, name, cluster.model_of(pool))

@@ -45,7 +45,7 @@ CHECKED_WITH = "2.60.0"
 `serve_app.router` replaces and reads, are private too."""
 
 _NAMESPACE = b"tokenyard-speed"
-"""Of our keys in the cluster's key-value store."""
+"""Namespace of our keys in the cluster's key-value store."""
 
 
 def check_version(version: str) -> None:

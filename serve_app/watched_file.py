@@ -39,7 +39,7 @@ class WatchedFile(Generic[T]):
         self.problem: str | None = None
         """Why the file cannot be used as it is now, so that what it held before counts."""
         self.difference = ""
-        """What the last reading has changed."""
+        """What the last reading changed."""
         self._what, self._read, self._compare = what, read, difference
         self._seen: object = None
 

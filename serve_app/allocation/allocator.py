@@ -122,7 +122,7 @@ class Allocator:
         first_slot = math.ceil(clock_s() / self.slot_s)
         self.limits = PlanLimits(scenario, self.table, settings, first_slot)
         self.plan = start or self.limits.start()
-        """In force, or about to be."""
+        """The plan in force, or about to be."""
         self.proposed = self.plan
         """What the policy asked for last."""
         self.reason = "nothing was decided yet"

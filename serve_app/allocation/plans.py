@@ -30,7 +30,7 @@ class PlanOrigin:
     """Where an allocation policy comes from."""
 
     source: str = "built in"
-    """In words; a rule is built in."""
+    """The place, in words; a rule is built in."""
     sha256: str | None = None
     """First 12 hex digits of a hash over everything that the policy is; None: it is a rule."""
     mlflow_run: str | None = None

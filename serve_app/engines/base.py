@@ -49,7 +49,7 @@ class Generation:
     """What a caller asks an engine for, read from a body of OpenAI's."""
 
     token_ids: Sequence[int]
-    """Of the prompt; at least one."""
+    """Tokens of the prompt; at least one."""
     sampling: Sampling
     model: str
     is_chat: bool

@@ -150,7 +150,8 @@ async def profile_engine(
         for _ in range(REPETITIONS):
             rows.append(await probe.prefill(length))
     per_s = 0.0
-    for num_sequences in reversed(_batch_sizes(config.max_batch)):
+    powers = (1 << i for i in range((config.max_batch - 1).bit_length()))
+    for num_sequences in sorted({*powers, config.max_batch}, reverse=True):
         share = int(min(longest, engine.stats().kv_capacity_tokens // num_sequences))
         # Sequences start one after another: the first ones have tokens when the last one starts.
         head_room = DECODE_STEPS + num_sequences + 1
@@ -183,12 +184,6 @@ def _profile_of(
 
 def _lengths(shares: Sequence[float], longest: int) -> list[int]:
     return sorted({max(_SMALLEST_PROMPT, int(share * longest)) for share in shares})
-
-
-def _batch_sizes(largest: int) -> list[int]:
-    """1, 2, 4, .. and the largest."""
-    powers = [2**i for i in range(largest.bit_length()) if 2**i < largest]
-    return [*powers, largest]
 
 
 class _Probe:

@@ -13,7 +13,7 @@ import numpy as np
 _ESTIMATE_CHARACTERS = 4
 _FACTORS = np.array([1, 0x110001, 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
 _REPLACEMENT = "\ufffd"
-"""What a tokenizer decodes bytes to that are no whole character yet."""
+"""The character that a tokenizer decodes incomplete bytes to."""
 
 
 class Tokenizer(Protocol):

@@ -29,9 +29,9 @@ class Answer:
     wait: asyncio.Timeout
     """When it is given up."""
     model: ServedModel
-    """What is asked for."""
+    """The model that is asked for."""
     grant: Grant | None
-    """What is reserved of its caller's limits; None: it has none."""
+    """Its share of its caller's limits; None: the caller has no limits."""
     tenant_share: float
     """Share of the service that the tenant is entitled to."""
     needed_tokens: int
@@ -49,7 +49,7 @@ class Answer:
     is_ordered: bool = False
     """Whether it has been placed, and so has the key that it waits by."""
     order_key: OrderKey | None = None
-    """That key, Unix time, seconds; None: it waits behind all others."""
+    """Its key, Unix time, seconds; None: it waits behind all others."""
     num_tokens: int = 0
     ttft_s: float = math.nan
     """Arrival to first token; NaN: there was none."""

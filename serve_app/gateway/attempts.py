@@ -7,11 +7,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
 from serve_app.engines.base import EngineStatus, FinishReason
 from serve_app.gateway.answer import COMPLETED, Answer
 from serve_app.gateway.decision_log import DecisionLog
-from serve_app.gateway.decision_record import DecisionRecord
+from serve_app.gateway.decision_record import DecisionRecord, Pick
 from serve_app.gateway.exchange import Backend
 from serve_app.gateway.generation import (
     Refused,
@@ -30,7 +31,6 @@ from serve_app.gateway.generation import (
 )
 from serve_app.gateway.holding import Holding, QueueFull, WaitedTooLong
 from serve_app.gateway.metrics import Metrics
-from serve_app.gateway.pick import Pick
 from serve_app.gateway.placement import Placement
 from serve_app.gateway.replicas import ReplicaState, ReplicaTable
 from serve_app.policy.picker import ReplicaPicker
@@ -205,9 +205,8 @@ class Attempts:
         full = [error for error in errors if isinstance(error, ReplicaFull)]
         if full:
             self.metrics.refused.labels(_REFUSALS.get(type(full[-1]), "replicas full")).inc()
-            first = min(full, key=_retry_after_s)
-            if first.retry_after_s is None:
-                first = full[-1]
+            said = [error for error in full if error.retry_after_s is not None]
+            first = min(said, key=attrgetter("retry_after_s"), default=full[-1])
             after_s = self.placement.retry_after_s(first.retry_after_s)
             status = 429 if any(error.status == 429 for error in full) else 503
             return Refused(str(first), after_s, status=status, headers=first.headers)
@@ -222,10 +221,6 @@ class Attempts:
         last = errors[-1]
         assert isinstance(last, ReplicaLacks)
         return last.rejection or Unanswerable(str(last), 404)
-
-
-def _retry_after_s(error: ReplicaFull) -> float:
-    return math.inf if error.retry_after_s is None else error.retry_after_s
 
 
 class ReplicaAttempt:

@@ -22,7 +22,7 @@ from tokenyard.types import FloatArray, IntArray
 logger = logging.getLogger(__name__)
 
 _FULL_BASE_S, _FULL_MAX_S = 0.5, 60.0
-"""For how long an endpoint that has no room is left alone: the first time, and at most."""
+"""Time for which a full endpoint is left alone: the first time, and at most."""
 _LACK_BASE_S, _LACK_MAX_S = 10.0, 300.0
 """The same for one that does not know the model or the route, for requests that need it."""
 
@@ -56,7 +56,7 @@ class Availability:
         self._full_status: dict[str, int] = {}
         """Status of the last answer of each endpoint that had no room."""
         self.lacks = BackOff(_LACK_BASE_S, _LACK_MAX_S, outliers.clock_s)
-        """By replica, and model or route."""
+        """What replicas lack, by replica and by model or route."""
         self._listed: dict[tuple[str, str | bytes], tuple[str, frozenset[str] | None]] = {}
         """Name of a model that a replica did not know, and the names that it listed then."""
 

@@ -6,7 +6,6 @@ A key is drawn at random with 256 bits, so its SHA-256 tells nothing about it an
 from __future__ import annotations
 
 import hashlib
-import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +61,9 @@ class ApiKey(FrozenModel):
     """A key, without the key itself."""
 
     name: _Name
-    """Whom logs name; no two keys have the same."""
+    """Name in logs; no two keys have the same."""
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Of the key, in hex."""
+    """Hash of the key, in hex."""
     tenant: _Name | None = None
     """Whose requests are counted together."""
     admin: bool = False
@@ -100,7 +99,7 @@ class KeysMessage(FrozenModel):
 
     keys: tuple[ApiKey, ...] = ()
     without_key: CallerLimits | None = None
-    """What each address may ask for without a key; None: nothing."""
+    """Limits of each address without a key; None: it may do nothing."""
 
     @model_validator(mode="after")
     def _are_distinct(self) -> Self:
@@ -126,7 +125,7 @@ class KeyRing:
         self.without_key = without_key
         self.limits = {key.name: None if key.limits == UNLIMITED else key.limits for key in keys}
         self.tenants = frozenset(key.tenant for key in self.by_name.values() if key.tenant)
-        self._by_hash = {bytes.fromhex(key.sha256): key for key in self.by_name.values()}
+        self._by_hash = {key.sha256: key for key in self.by_name.values()}
 
     def find(self, given: str) -> ApiKey | None:
         """Return the key that a caller sends; None: it is unknown.
@@ -134,11 +133,7 @@ class KeyRing:
         How long this takes depends on the hash of what is given, from which nobody can steer
         towards a key that has another.
         """
-        digest = hashlib.sha256(given.encode()).digest()
-        key = self._by_hash.get(digest)
-        if key is None or not hmac.compare_digest(bytes.fromhex(key.sha256), digest):
-            return None
-        return key
+        return self._by_hash.get(hash_of(given))
 
 
 class KeyFile(WatchedFile[KeyRing]):

@@ -49,7 +49,7 @@ _COUNT_EVERY_S = 0.1
 """How often a decider is told how far answers are."""
 _AGAIN_S = 0.2
 _UNKNOWN_S = 1.0
-"""For a replica to be known here too: the decider may hear of one first."""
+"""Time for a replica to become known here: the decider may hear of it first."""
 
 Find = Callable[[], Awaitable[str]]
 """Returns the path of the decider's socket, once there is a decider."""
@@ -68,9 +68,9 @@ class _Call:
 
     def __init__(self) -> None:
         self.stop: asyncio.Timeout | None = None
-        """Of the attempt that is under way."""
+        """Ends the present attempt."""
         self.replies: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue()
-        """What the decider says; None: it is away."""
+        """Messages of the decider; None: it is away."""
 
     def give_up(self) -> None:
         """End the present attempt."""
@@ -85,7 +85,7 @@ class _Link(FrameProtocol):
         super().__init__()
         self.is_up = True
         self.decider: asyncio.Future[Hello] = self._loop.create_future()
-        """Who decides, once it has said so."""
+        """The hello of the decider, once it has come."""
         self._on_leave = on_leave
         self._calls: dict[int, _Call] = {}
         self._asked: dict[int, asyncio.Future[bytes]] = {}
@@ -399,4 +399,4 @@ class Carrier:
 
 
 RequestServer = Gateway | Carrier
-"""What has requests answered."""
+"""Has requests answered."""

@@ -38,7 +38,7 @@ from tokenyard.routing.types import OrderKey
 logger = logging.getLogger(__name__)
 
 WIRE_VERSION = 7
-"""Of all frames but `FrameKind.HELLO`."""
+"""Version of all frames but `FrameKind.HELLO`."""
 _BEGAN_S = time.monotonic()
 _RELEASE = version("tokenyard")
 _HEAD = struct.Struct("<IBI")
@@ -48,9 +48,9 @@ ENDED = struct.Struct("<I??")
 """Tokens of an answer, whether it was cut at its greatest length, and whether all came at once."""
 _MOST_BYTES = 64 << 20
 _CALL = Call(b"", b"", b"", stream=False)
-"""In place of what a caller wrote, which stays with the carrier."""
+"""Stands in for what a caller wrote, which stays with the carrier."""
 _SOON_S = 1e-3
-"""For what nobody waits for."""
+"""Delay of frames that nobody waits for."""
 _REFUSALS = {kind.__name__: kind for kind in (Refused, Draining, Unanswerable, Unserved)}
 
 
@@ -101,9 +101,9 @@ class Hello:
     """When its process began, by the machine's monotonic clock."""
     pid: int = field(default_factory=os.getpid)
     carried_alone: int = 0
-    """Of a carrier: requests that it has placed itself since it last had a decider."""
+    """Requests that a carrier has placed itself since it last had a decider."""
     is_next: bool = False
-    """Of a decider that refuses a carrier: whether this is the one to be replaced now."""
+    """Whether a carrier that is refused is the next one to be replaced."""
 
     def write(self) -> bytes:
         """Encode it."""

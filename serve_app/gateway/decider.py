@@ -62,9 +62,9 @@ FAILURES = {
     )
 }
 _HEARD_S = 0.1
-"""For carriers to hear that they have to leave."""
+"""Time for carriers to hear that they have to leave."""
 _GONE_S = 2.0
-"""For carriers to end, once all is answered."""
+"""Time for carriers to end, once everything is answered."""
 
 
 class CarriedPool:

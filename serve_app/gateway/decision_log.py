@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_QUEUED = 10_000
 _MAX_QUEUED_CANDIDATES = 1_000_000
-"""Of all rows together; each is a hundred bytes."""
+"""Candidates of all queued rows together; each is a hundred bytes."""
 _ROWS_PER_FILE = 5_000
 _CANDIDATES_PER_FILE = 250_000
 _CANDIDATES_PER_GROUP = 50_000

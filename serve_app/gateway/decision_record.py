@@ -1,17 +1,34 @@
-"""One row of the decision log, as the event loop queues it."""
+"""One decision: as an attempt needs it, and as a row of the decision log."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from serve_app.gateway.replicas import ReplicaState
 from serve_app.policy.runner import ReplicaChoice
+from tokenyard.routing.snapshot_table import SnapshotTable
 from tokenyard.routing.types import OrderKey
 
+# Not frozen: that takes four times as long to make, and every request makes one of each.
 
-# Not frozen: that takes four times as long to make, and every request makes one.
+
+@dataclass(slots=True)
+class Pick:
+    """The replica of an attempt, and what was known when it was chosen."""
+
+    time_s: float
+    """When that was, Unix time, seconds."""
+    replica: ReplicaState
+    choice: ReplicaChoice
+    snapshots: SnapshotTable
+    by_ray: bool
+    order_key: OrderKey | None
+    """Key that the request waits by, Unix time, seconds; None: it waits behind all others."""
+
+
 @dataclass(slots=True, eq=False)
 class DecisionRecord:
-    """A decision, and the end of its request."""
+    """A decision and the end of its request, as the event loop queues it for the log."""
 
     decision_id: str
     request_id: str
@@ -35,4 +52,4 @@ class DecisionRecord:
     order_key: OrderKey | None = None
     """Key that it waited by, Unix time, seconds; None: behind all that waited."""
     num_sends: int = 0
-    """Times that the attempt sent the request: 2 where a connection that was kept was closed."""
+    """How often the attempt sent the request: 2 where a kept connection turned out to be closed."""

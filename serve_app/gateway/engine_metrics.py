@@ -11,7 +11,7 @@ from serve_app.endpoints import MetricNames
 from serve_app.gateway.replicas import EndpointInfo
 
 PATHS = ("/metrics", "/prometheus/metrics")
-"""Where pages are; trtllm-serve has JSON of its iterations at the first."""
+"""Paths of pages; trtllm-serve has JSON of its iterations at the first."""
 _QUANTITIES = ("waiting", "running", "kv_used_fraction")
 _STUCK_S, _STUCK_IN_USE_S, _USES = 10.0, 2.0, 4
 """Time without any change after which what is published is no news; with so many requests sent or
@@ -31,7 +31,7 @@ class _Engine(NamedTuple):
     kv_used: str = ""
     kv_tokens: str = ""
     pages: str = ""
-    """Where it tells the rest, as JSON."""
+    """Paths of further pages, in JSON."""
     page_fields: tuple[str, str, str] = ("", "", "")
     """Longest prompt plus output, largest batch, and tokens of KV."""
 

@@ -22,7 +22,7 @@ class Call:
     """A request as its caller wrote it."""
 
     path: bytes
-    """With its query."""
+    """The path with its query."""
     headers: bytes
     """Lines of those that are handed on, each with its end; without the body's length."""
     body: bytes
@@ -30,7 +30,7 @@ class Call:
     """Whether events are asked for."""
     method: bytes = b"POST"
     model_at: tuple[int, int] | None = None
-    """Where the model's name stands in a form; None: the body is JSON, or empty."""
+    """Position of the model's name in a form; None: the body is JSON, or empty."""
     others: Headers = ()
     """More headers, which pools may want."""
 
@@ -47,7 +47,7 @@ class InferenceRequest:
 
     request_id: str
     token_ids: Sequence[int]
-    """Of the prompt; of endpoints that tokenise themselves, an estimate."""
+    """Tokens of the prompt; an estimate for endpoints that tokenise themselves."""
     max_tokens: int
     """Longest answer; 0: it does not say, or there are no tokens in answers to it."""
     call: Call
@@ -58,15 +58,15 @@ class InferenceRequest:
     model: str | None = None
     """Name of the model that is asked for; None: the cluster's."""
     tenant: str = ""
-    """Who is to be served; empty: nobody whom the cluster file names."""
+    """The tenant to be served; empty: none that the cluster file names."""
     caller: Caller = ANYBODY
     """Who asks."""
     generation: Generation | None = None
-    """What engines of ours are given, where they understand it and this process asks them."""
+    """The request for our engines, where they understand it and this process sends it."""
     trace: bytes = b""
     """Header lines by which the caller names its trace; empty: it does not, or nobody traces."""
     span: RequestSpan | None = None
-    """What is told of it to whoever traces; None: nobody does."""
+    """Its span; None: it is not traced."""
     sticks_to: str | None = None
     """The one replica that can answer it, as it holds what the request goes on from; None: any."""
     hear: Callable[[str, str], None] | None = None

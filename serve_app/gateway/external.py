@@ -125,9 +125,9 @@ class ExternalBackend:
         """Endpoints that service discovery has found, by source."""
         self._added: dict[str, None] = {}
         self._removed: set[str] = set()
-        """By hand, as those that were added."""
+        """Endpoints that were removed by hand."""
         self._problems: dict[str, str] = {}
-        """By source."""
+        """Errors of sources."""
         self._taken: dict[str, str] = {}
         """Endpoints that are wanted and another pool has."""
         self._endpoints: dict[str, _Endpoint] = {}

@@ -44,7 +44,7 @@ _CALLERS_500 = re.compile(
     r"\b(image|audio|video) input is not supported|\bfailed to parse (messages|tools)\b",
     re.IGNORECASE,
 )
-"""What llama.cpp answers 500 to, and every endpoint with the same model would."""
+"""Errors that llama.cpp answers with 500, as every endpoint with the same model would."""
 _NO_SUCH_ROUTE = ("", "notfound", "filenotfound")
 
 
@@ -62,7 +62,7 @@ class EndpointError:
     """An error that an endpoint sends in place of an answer."""
 
     status: int
-    """Of HTTP; of an event, what its code or its type stands for."""
+    """Status of the answer; of an event, the status that its code or type stands for."""
     message: str
     """Empty: it gives none."""
     is_about_model: bool = False

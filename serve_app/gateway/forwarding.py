@@ -42,7 +42,7 @@ from serve_app.gateway.upstream import (
 )
 
 _MAX_HELD_BYTES = 1 << 20
-"""Of an answer that has not begun: from then on another endpoint cannot give it."""
+"""Longest part of an answer that is held; after it no other endpoint can answer."""
 _ALIVE_S = 5.0
 """Time for which an endpoint counts as alive that has answered its scraper, whatever it said."""
 _EVENTS = b"text/event-stream"
@@ -82,7 +82,7 @@ class Forwarder:
     """Has the endpoints of one pool answer, within the pool's deadlines."""
 
     status_header = b""
-    """In which replicas tell their state; empty: they do not."""
+    """Header with the state of a replica; empty: there is none."""
 
     def __init__(
         self, which: str, deadlines: Deadlines, prefill_token_s: float = 0.0, at_once: bool = False

@@ -35,7 +35,7 @@ from tokenyard.routing.scenario import load_scenario
 
 _DRAIN_POLL_S = 0.05
 _LAST_EVENTS_S = 1.0
-"""For errors to be sent to those that are cut off."""
+"""Time to send errors to callers that are cut off."""
 
 
 @dataclass
@@ -45,12 +45,12 @@ class Gateway:
     cluster: Cluster
     manager: PolicyManager
     backends: Mapping[str, Backend]
-    """By the pool's name."""
+    """Pools by name."""
     metrics: Metrics = field(default_factory=Metrics)
     log: DecisionLog | None = None
     clock_s: Callable[[], float] = steady_unix_s
     limits: RateLimits = field(default_factory=RateLimits)
-    """Of callers."""
+    """Limits of callers."""
     tracing: Tracing | None = None
     """Makes spans of requests; None: nobody wants them."""
     in_flight: int = 0

@@ -18,15 +18,16 @@ from typing import Any
 from serve_app.cluster import QueueSettings
 from serve_app.engines.waiting import WaitingLine
 from serve_app.gateway.answer import Answer
+from serve_app.gateway.decision_record import Pick
 from serve_app.gateway.generation import ReplicaFull
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.order import order_fields
-from serve_app.gateway.pick import Pick
 from serve_app.gateway.placement import Placement
 from tokenyard.routing.types import OrderKey
 
 _LOOK_EVERY_S = 0.05
-"""For room that nobody tells of: a replica that comes, or takes requests again."""
+"""Period of looking for room that nobody reports: a replica that is new, or takes requests
+again."""
 _MOST_SHOWN = 100
 
 

@@ -15,7 +15,7 @@ from serve_app.endpoints import Found, KubernetesService
 from serve_app.gateway.upstream import Origin, UpstreamClient, url_of
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a pod has its token, its namespace, and the certificate of the API server's issuer."""
+"""Folder with a pod's token, its namespace, and the certificate of the API server's issuer."""
 _AGAIN_S = 0.5
 _LIST_S, _WATCH_S = 10.0, 240
 _MAX_LIST_BYTES = 64 << 20

@@ -10,7 +10,7 @@ from tokenyard.routing.scores import waiting_key
 from tokenyard.routing.types import OrderKey
 
 _bounded: Callable[..., tuple[float, float, float]] = cast(Any, waiting_key.bounded_key).py_func
-"""In plain Python: compiled code costs more to call than this takes."""
+"""Plain Python: to call compiled code costs more than this takes."""
 
 
 def bounded_key(

@@ -37,7 +37,7 @@ class OutlierDetector:
         self._settings = settings
         self.clock_s = clock_s
         self.records: dict[str, _Record] = {}
-        """Of replicas that have failed lately, by id; where there is none, all are admitted."""
+        """Replicas that failed lately, by id; where it is empty, all are admitted."""
         self.in_a_row: dict[str, int] = {}
         """Failures of replicas since an answer of theirs last began."""
 

@@ -17,13 +17,13 @@ import numpy as np
 from serve_app.cluster import Cluster
 from serve_app.gateway.answer import Answer
 from serve_app.gateway.availability import Availability
+from serve_app.gateway.decision_record import Pick
 from serve_app.gateway.exchange import Backend
 from serve_app.gateway.generation import ReplicaFull
 from serve_app.gateway.history import History
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.order import bounded_key
 from serve_app.gateway.outliers import OutlierDetector
-from serve_app.gateway.pick import Pick
 from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
 from serve_app.policy.picker import ReplicaPicker
 from serve_app.policy.runner import PolicyRunner
@@ -65,7 +65,7 @@ class Placement:
         self._clock_s = clock_s
         self._ray: Any = None  # `serve_app.gateway.ray_default.RayDefault`, once it was asked.
         self._sent = SentQueues()
-        """What may wait at each replica, while a policy that decides looks at it."""
+        """Requests that may wait at each replica, while the deciding policy looks at them."""
 
     def refresh(self) -> float:
         """Bring the table of replicas up to date; return the Unix time, seconds."""

@@ -32,9 +32,9 @@ class Now(NamedTuple):
     """A point in time, by two clocks."""
 
     ns: int
-    """By a clock that never goes back, nanoseconds."""
+    """Reading of a clock that never goes back, nanoseconds."""
     day: int
-    """Of UTC, since 1970."""
+    """Days of UTC since 1970."""
     left_of_day_s: int
 
     @classmethod

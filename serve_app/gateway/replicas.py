@@ -52,7 +52,7 @@ class EndpointInfo:
     max_batch: int | None = None
     kv_capacity_tokens: float | None = None
     missing: tuple[str, ...] = ()
-    """What it does not publish, so that the gateway's own counts stand in."""
+    """Metrics that it does not publish; the gateway's own counts stand in for them."""
 
 
 @dataclass(slots=True)
@@ -325,7 +325,7 @@ class ReplicaTable:
         self._match_tokens: IntArray = np.zeros(_FIRST_ROWS, dtype=np.int64)
         """Tokens of the last prompt that are believed to be cached, by row."""
         self._rows: IntArray | None = None
-        """In the order of adding; None: not known since replicas came or went."""
+        """Rows in the order of adding; None: not known since replicas came or went."""
         self._scratch: IntArray = np.zeros(0, dtype=np.int64)
         # Loads what is compiled, or the first decision would wait for it.
         assert not len(self.snapshots(self.offered(0.0, 0.0), Prompt([0])).columns)

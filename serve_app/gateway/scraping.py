@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 EVERY_S = 0.25
 TIMEOUT_S = 2.0
-"""For a whole page."""
+"""Longest time for a page."""
 INFO_EVERY_S = 10.0
 _INFO_AGAIN_S = 1.0
 _MAX_PAGE_BYTES = 16 << 20
 _GATEWAY_ERRORS = (502, 503, 504)
-"""Of whatever stands before an endpoint that is not there."""
+"""Statuses of proxies before an endpoint that is down."""
 
 
 class Scraper:
@@ -47,7 +47,7 @@ class Scraper:
         there is news, `failed` for each scrape that had no answer.
         """
         self.reading, self.heard_s = Reading(), 0.0
-        """What it published last, maybe nothing, and when it answered, Unix time, seconds."""
+        """The last reading, maybe an empty one, and its time, Unix time, seconds."""
         self.info = EndpointInfo()
         self._client, self._origin, self._key, self._names = client, origin, key, names
         self._changed, self._failed = changed, failed

@@ -26,7 +26,7 @@ _CUT = re.compile(
     rb'"finish_reason"\s*:\s*"length"|"status"\s*:\s*"incomplete"|"stop_reason"\s*:\s*"max_tokens"'
 )
 PEEK_BYTES = 64 << 10
-"""Of the end of an answer that came at once, where it says how long it is."""
+"""Bytes at the end of a whole answer, where its usage stands."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CUT_OFF = ("length", "max_tokens")
 """Reasons for which an answer ends before the model would end it."""
@@ -59,7 +59,7 @@ class EventPeek:
         self.num_tokens = 0
         self.answer_id = ""
         self.usage: dict[str, Any] = {}
-        """What the answer has told of its tokens."""
+        """The usage that the answer has reported."""
         self.finish_reason: FinishReason | None = None
         self.has_failed = False
         """Whether the answer has ended, and said itself that it is no whole one."""
@@ -70,7 +70,7 @@ class EventPeek:
         """Whether each choice has ended, by its index."""
         self._tail = bytearray()
         self._name, self._data = b"", bytearray()
-        """Of an event that is not whole, and whose first line of data says nothing by itself."""
+        """Name and data of an incomplete event whose first line means nothing by itself."""
         self._follows_cr = self._is_odd = self._is_plain = False
 
     @property

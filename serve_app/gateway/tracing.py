@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from serve_app.gateway.pick import Pick
+from serve_app.gateway.decision_record import Pick
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

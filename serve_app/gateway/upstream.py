@@ -25,7 +25,7 @@ _MOST_IDLE = 256
 _IDLE_S = 55.0
 """Time for which one is kept: what stands between may forget it after a minute."""
 _MAX_UNREAD_BYTES = 1 << 20
-"""Of an answer whose reader is slow; then the endpoint has to wait."""
+"""Unread part of an answer after which the endpoint has to wait."""
 _MAX_HEAD_BYTES = 64 << 10
 _ONE_WRITE_BYTES = 64 << 10
 """Longest body that is copied behind its head, to go out in one write."""
@@ -40,7 +40,7 @@ _STALE_S = 0.5
 """Within which an endpoint that closed a kept connection before it saw a request is known to."""
 _CLOSED = "closed its connection"
 _MAX_SIZE_DIGITS = 8
-"""Of a chunk's length."""
+"""Digits of a chunk's length."""
 _HEXADECIMAL = b"0123456789abcdefABCDEF"
 
 Take = Callable[[bytes, bytes | None], bool]
@@ -66,16 +66,16 @@ class Origin:
     """The address of an endpoint."""
 
     url: str
-    """As the cluster file has it, without a slash at its end."""
+    """The URL in the cluster file, without a slash at its end."""
     host: str
     port: int
     tls: bool
     path: bytes
-    """What stands before every path."""
+    """Prefix of every path."""
     authority: bytes
     """Host and port as the URL has them, or the one that names it."""
     server_name: str
-    """Whose certificate it has, with TLS."""
+    """Name in its TLS certificate."""
     idle: list[Connection] = field(default_factory=list, repr=False, compare=False)
     """Its connections that wait for a request, the last used one last."""
     scraped_s: float = field(default=-math.inf, repr=False, compare=False)

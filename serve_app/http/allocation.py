@@ -99,7 +99,7 @@ class AllocationAnswer(BaseModel):
     slot_s: float
     """Time between two decisions, seconds of real time."""
     demand_per_s: list[float]
-    """Of the latest slots, at most 600, oldest first, in the scenario's time."""
+    """Demand of the latest slots, at most 600, oldest first, in the scenario's time."""
     fallbacks: dict[str, int]
     """Decisions that the stand-in made, by why the policy did not."""
     shapes: list[ShapeCard]

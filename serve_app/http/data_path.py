@@ -60,7 +60,7 @@ class DataPath:
         passed = (name.encode() for pool in cluster.external_pools for name in pool.pass_headers)
         self._others = frozenset(passed) - _HANDED_ON
         self._responses = OrderedDict[str, tuple[float, str, str]]()
-        """Of the last responses, by id: when they were made, seconds, where, and their model."""
+        """The last responses, by id: time of creation, seconds, endpoint and model."""
         self._catalog = ModelCatalog(cluster)
         models = self._catalog.models
         if not isinstance(tokenizers, Mapping):

@@ -176,12 +176,12 @@ class GatewayPolicyAnswer(PolicyCard):
     """Whether the policy's circuit breaker is open."""
     fallbacks_by_reason: dict[str, int]
     decision_p50_us: float | None
-    """Of the last thousand decisions."""
+    """Median of the last thousand decisions."""
     decision_p99_us: float | None
     last_decisions_us: list[float]
     """Times of the last thousand decisions at most, oldest first, microseconds."""
     last_decisions_cpu_us: list[float]
-    """What they computed, in microseconds of the processor; Ray's own are not among them."""
+    """Their CPU times, microseconds; those of Ray's own router are left out."""
 
 
 class Problem(BaseModel):

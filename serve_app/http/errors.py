@@ -34,7 +34,7 @@ _HANDLED = (
 )  # fmt: skip
 _MODELS = "/v1/models"
 _HANDED_ON = "handed_on"
-"""In a scope: replicas answer it."""
+"""Key in a scope of a request that replicas answer."""
 
 
 def install(api: FastAPI, access: Access, bodies: PendingBodies) -> None:

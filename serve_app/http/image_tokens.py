@@ -53,7 +53,7 @@ _FORMULAS: tuple[tuple[str, Formula], ...] = (
     (r"qwen-?3", partial(_merged, 32, 64, 16384)),
     (r"", partial(_merged, 28, 4, 16384)),  # Qwen2-VL's, and of those who publish nothing.
 )
-"""By names of models; the first that is found counts."""
+"""Formulas by names of models; the first that matches counts."""
 
 
 def formula_of(model: str) -> Formula:

@@ -18,7 +18,7 @@ from serve_app.http.connection import connection_of
 from serve_app.http.decide_schema import MAX_BODY_BYTES
 
 MAX_HEADER_BYTES = 64 << 10
-"""Of all headers together."""
+"""Size of all headers together."""
 OPENAI_PATHS = frozenset(
     (
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score",
@@ -38,7 +38,7 @@ _MOST_CODINGS = 2
 _OF_BODY = (b"content-length", b"transfer-encoding")
 _OF_CODED = (b"content-encoding", b"content-length")
 _MIN_BYTES_PER_S = 16 << 10
-"""Of a body on its way, on average, after `body_timeout_s`: or it would hold its place for ever."""
+"""Lowest mean rate of a body after `body_timeout_s`; a slower one would hold its place for ever."""
 
 Refusal = Callable[[Request, Exception], Awaitable[Response]]
 

@@ -31,7 +31,7 @@ from serve_app.http.tls import Certificate
 
 _BACKLOG = 2048
 _HANDSHAKE_S = 0.1
-"""For connections that are half made."""
+"""Time for connections that are half open."""
 _UPGRADE = b"upgrade"
 _SO_ATTACH_FILTER = 26
 # Of a segment whose SYN flag is set nothing is kept, of all others everything.

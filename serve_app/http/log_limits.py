@@ -20,7 +20,7 @@ class OncePerPeriod(logging.Filter):
         super().__init__()
         self._clock_s = clock_s
         self._seen: dict[tuple[object, ...], tuple[float, int]] = {}
-        """By kind: when a line of it was last let through, and how many were left out since."""
+        """Time of the last line of each kind, and how many were left out since."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a line is written."""

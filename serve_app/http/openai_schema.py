@@ -242,7 +242,7 @@ class ErrorDetail(BaseModel):
     """What is wrong."""
 
     message: str
-    """In one sentence."""
+    """One sentence."""
     type: str
     param: str | None = None
     code: str | None = None

@@ -15,7 +15,7 @@ from serve_app.http.reasons import BadRequest
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """Fields that say how long an answer may be: chat, completions, responses."""
 _MAX_PARTS, _MAX_PART_HEAD_BYTES = 64, 4096
-"""Of a form that is read: there are more fields than that in none."""
+"""Limits of a form that is read; real ones have fewer fields."""
 _MOST_TOKENS = 10**9
 """Longest answer that is counted with: a body may ask for more than a float holds."""
 
@@ -35,7 +35,7 @@ class Peek:
     class_name: str | None
     """Class of the request; None: it names none."""
     model_at: tuple[int, int] | None = None
-    """Where the model's name stands in a form; None: the body is no form, or names none."""
+    """Position of the model's name in a form; None: the body is no form, or names none."""
 
     @property
     def priority(self) -> Any:

@@ -22,9 +22,9 @@ class PoliciesChange(StrictBody):
     action: Action
     """Try a policy in an experiment, end that, let the policy decide that was tried, or go back."""
     policy: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """For `shadow` and `canary`: as in `POST /v1/policy`."""
+    """The policy to try (`shadow`, `canary`), named as in `POST /v1/policy`."""
     share: Annotated[float, Field(gt=0, le=MAX_SHARE, allow_inf_nan=False)] = 0.2
-    """Of the requests that a canary decides for."""
+    """Share of the requests that a canary decides for."""
     alpha: Annotated[float, Field(ge=1e-4, le=0.2, allow_inf_nan=False)] = DEFAULT_ALPHA
     """Chance, at most, to stop a canary that is as good as the champion."""
 
@@ -60,12 +60,13 @@ class ExperimentAnswer(BaseModel):
     champion_requests: int | None = None
     champion_attained_fraction: float | None = None
     log_capital: float | None = None
-    """Of the bet that the canary is worse; it is stopped at minus the logarithm of alpha."""
+    """Log capital of the bet that the canary is worse; it is stopped at minus the logarithm of
+    alpha."""
     stops_at_log_capital: float | None = None
     decisions_compared: int | None = None
     agreement_fraction: float | None = None
-    """Of these, in how many a shadow names the same replica; in which order requests wait is not
-    compared."""
+    """Share of these in which a shadow names the same replica; the order in which requests wait is
+    not compared."""
     decisions_failed: int | None = None
     decisions_left_out: int | None = None
     estimated_gains: dict[str, EstimateAnswer] = {}
@@ -79,7 +80,7 @@ class PoliciesAnswer(BaseModel):
 
     champion: BreakerAnswer
     previous: PolicyReference | None
-    """What `rollback` goes back to."""
+    """The policy that `rollback` goes back to."""
     experiment: ExperimentAnswer | None
     """The last one; it may have ended."""
     events: list[dict[str, Any]]
@@ -146,15 +147,13 @@ def _describe_experiment(experiment: Experiment) -> ExperimentAnswer:
             "decisions_left_out": shadow.num_left_out,
             "gains_withheld": shadow.withheld,
             "estimated_gains": {
-                key: EstimateAnswer(**{k: _or_none(v) for k, v in gain._asdict().items()})
-                for key, gain in shadow.gains.items()
+                name: EstimateAnswer(
+                    **{k: v if math.isfinite(v) else None for k, v in gain._asdict().items()}
+                )
+                for name, gain in shadow.gains.items()
             },
         }
     return answer.model_copy(update=more)
-
-
-def _or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _share(part: int, whole: int) -> float | None:

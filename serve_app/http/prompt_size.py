@@ -75,7 +75,7 @@ class PromptSize:
             is_format = name == "text" and type(fields[name]) is dict
             self._read(fields[name], _SCHEMA if is_format else _FIELDS[name], 0)
         self.text = "\n".join([text for _, text in self._pieces])
-        """What is read, in order; of an image, what tells it from others."""
+        """The text in order; an image is represented by what tells it from others."""
         kinds = {kind for kind, _ in self._pieces}
         for kind in kinds - {_NAME}:
             parts = (text for each, text in self._pieces if each == kind)

@@ -46,7 +46,7 @@ class RegionMessage(StrictBody):
     """Servers that are on or warming up."""
     usd_per_kwh: Annotated[float, Field(ge=0, le=1e3, allow_inf_nan=False)]
     servers: Annotated[list[ServerMessage], Field(max_length=MAX_SERVERS, fail_fast=True)]
-    """In the order in which they are turned on; none where the region is down."""
+    """Servers in the order in which they are turned on; none where the region is down."""
 
 
 class RegionsMessage(StrictBody):
@@ -127,7 +127,7 @@ class RegionsAnswer(BaseModel):
     live: dict[str, float]
     """Weights of `tokenyard.regions.types.LiveCost`, for dispatch `live_cost`."""
     policy: str
-    """What decided."""
+    """The policy that decided."""
     fallback_reason: str | None
     """Why the policy that is served did not; null where it did."""
     decision_us: float

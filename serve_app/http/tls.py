@@ -17,7 +17,7 @@ class Certificate(WatchedFile[ssl.SSLContext]):
         """Read the files; a ValueError says that they cannot be used together."""
         self._files = files
         self.context = _context(files.certificate, files.key)
-        """For a server: it hands every handshake on to the certificate of then."""
+        """Context of the server; each handshake gets the latest certificate."""
         super().__init__(
             files.certificate, "certificate and key", self.context,
             lambda path: _context(path, files.key), lambda *_: "another one",

@@ -16,9 +16,9 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 GATEWAY = "gateway"
-"""Who it is where nobody asked."""
+"""The actor of changes that nobody asked for."""
 ACTOR: ContextVar[str] = ContextVar("actor", default=GATEWAY)
-"""Who asked for what happens now: the name of a key, and an address."""
+"""Who asked for the present change: the name of a key, and an address."""
 _MAX_BYTES = 16 << 20
 _NUM_OLD = 4
 

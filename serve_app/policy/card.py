@@ -25,7 +25,7 @@ class PolicyCard(PolicyReference):
     trainer: str | None
     """Algorithm that trained it; null for a rule."""
     scenario: str
-    """What it was trained or tuned on."""
+    """The scenario that it was trained or tuned on."""
     registry_error: str | None = None
     """Why the registry could not be asked, so that what ships is served."""
     num_replicas: int | None
@@ -38,7 +38,7 @@ class PolicyCard(PolicyReference):
     startup_fallback: str | None = None
     """Why shortest expected delay is served in place of the policy that was asked for."""
     metrics: dict[str, float] = {}
-    """What it scored when it was exported."""
+    """Its results when it was exported."""
     lineage: dict[str, str] = {}
 
     @property

@@ -79,7 +79,7 @@ class ChampionAlias:
         self.is_settled = True
         """Whether the registry has, as far as is known, what is wanted."""
         self.note: str | None = None
-        """What was written last, or why it could not be."""
+        """The last aliases written, or why they could not be."""
         self._wanted, self._save, self._in_thread = wanted, save, in_thread
         self._writing, self._background = asyncio.Lock(), Background()
         self._following: asyncio.Task[None] | None = None

@@ -58,7 +58,7 @@ class LoadedPolicy:
     predictor: LengthPredictor | None
     """Fills in the size of a request that came without; None: the context alone is its size."""
     artifact: PolicyArtifact | None = None
-    """What it was made from; None for a hand-written rule."""
+    """The file that it is made from; None: a hand-written rule."""
 
     @cached_property
     def draws(self) -> bool:

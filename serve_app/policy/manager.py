@@ -81,7 +81,7 @@ class PolicyManager:
         warm_up(loaded)
         self.picker = ReplicaPicker(baseline, loaded, settings, rng, clock_s)
         self.previous: PolicyRunner | None = None
-        """What decided before, to go back to."""
+        """The policy that decided before, to go back to."""
         self.events: deque[Event] = deque(maxlen=_NUM_EVENTS)
         self.on_event: Callable[[Event], None] | None = None
         """Is told of each."""

@@ -56,9 +56,9 @@ class ReplicaPicker:
         self._baseline_deciders = deciders_of(baseline.make(rng.spawn(1)[0]))
         self.counts = DecisionCounts()
         self.decision_us: deque[float] = deque(maxlen=_NUM_TIMES)
-        """Times of the last decisions, the baseline's in their place included, microseconds."""
+        """Times of the last decisions, including the baseline's stand-ins, microseconds."""
         self.decision_cpu_us: deque[float] = deque(maxlen=_NUM_TIMES)
-        """What they computed, microseconds: on a busy machine a decision also waits its turn."""
+        """Their CPU times, microseconds: on a busy machine a decision also waits its turn."""
         self.policy = self.runner(name, baseline, decides=False)
         """The champion."""
         self.experiment: Experiment | None = None

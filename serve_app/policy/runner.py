@@ -63,7 +63,7 @@ class ReplicaChoice:
     policy: str
     """`name@sha256`."""
     index: int
-    """Of the candidate that was chosen."""
+    """Index of the chosen candidate."""
     scores: FloatArray | None
     """Cost of every candidate, shape (num,); None for policies that do not score."""
     propensity: float | None
@@ -76,7 +76,7 @@ class ReplicaChoice:
     """Place among the requests that wait, lower first, Unix time, seconds; None: behind them all,
     or it was not asked for."""
     arm: Arm = "champion"
-    """Whose decision it was while a canary had its share."""
+    """The arm whose decision it was while a canary had its share."""
     mlflow_run: str | None = None
     """Run that trained the policy, where it comes from the registry."""
 
@@ -88,7 +88,7 @@ class DecisionCounts:
     num_decisions: int = 0
     num_explored: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
-    """By reason."""
+    """Counts by reason."""
 
     def add(self, choice: ReplicaChoice) -> None:
         """Count one."""
@@ -184,7 +184,7 @@ class PolicyRunner:
         self.by_hand = False
         """Whether it was asked for in place of what the cluster file names."""
         self.aliases: Mapping[str, str] | None = None
-        """What the registry's aliases should be while it decides; None: as they are."""
+        """The aliases that the registry should have while it decides; None: as they are."""
         self._timeouts = timeouts
         self._start()
 
@@ -258,7 +258,7 @@ class PolicyRunner:
         self.sees_queues = isinstance(policy, OrderingPolicy) and policy.sees_queues
         """Whether it looks at what waits, request by request."""
         self.order = order_spec(policy)
-        """By which rule; None: first come, first served."""
+        """Order in which its requests wait; None: first come, first served."""
         self._decide, self._decide_place = deciders_of(policy)
 
 

@@ -190,9 +190,9 @@ class Timeouts:
     """Who makes the calls, one after another, for policies that take turns."""
 
     inline: InlineTimeout | ThreadTimeout
-    """For those that are trusted."""
+    """Calls of trusted policies."""
     thread: ThreadTimeout
-    """For those that were too slow."""
+    """Calls of policies that were too slow."""
 
     @classmethod
     def of(cls, budget_s: float) -> Timeouts:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _PARENT_EVERY_S = 1.0
 _START_S = 120.0
-"""For the decider to be there."""
+"""Time for the decider to start."""
 _ASK_S = 2.0
 _END_POLL_S = 0.05
 

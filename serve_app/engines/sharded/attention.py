@@ -29,9 +29,9 @@ class Part:
     queries: torch.Tensor
     """Places of the sequences' queries, sequence by sequence, equally many of each."""
     keys: slice
-    """Of the keys that the plan reads: the sequences', one after another, equally many of each."""
+    """Indices of the keys that the plan reads: sequence after sequence, equally many of each."""
     mask: torch.Tensor | None
-    """What is added to the scores or, of booleans, which of them count."""
+    """Added to the scores or, as booleans, which of them count."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 _MAX_REVIVALS = 3
-"""Times that dead ranks are replaced before the engine is given up, and its replica with it."""
+"""How often dead ranks are replaced before the engine is given up, with its replica."""
 _REVIVALS_WITHIN_S = 300.0
 _CANCEL_AGAIN_S = 0.1
 _MOST_STARTS = 3
@@ -261,12 +261,12 @@ class _Streams:
 
     def __init__(self, admission: Admission) -> None:
         self.by_id: dict[str, _Stream] = {}
-        """By the caller's id."""
+        """Streams by the caller's id."""
         self.orphans: dict[str, None] = {}
         """Keys of requests that nobody waits for, until rank 0 has acknowledged that."""
         self._admission, self._names = admission, RequestNames()
         self._by_key: dict[str, _Stream] = {}
-        """By the id that rank 0 knows, which is never used twice."""
+        """Streams by the id at rank 0, which is never used twice."""
         self._has_orphans = asyncio.Event()
 
     def open(self, request_id: str, sampling: Sampling, order_key: OrderKey | None) -> _Stream:

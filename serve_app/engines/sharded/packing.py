@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 _ops = torch.ops.mkldnn
 _multiply = _ops._linear_pointwise.default
 _FEWEST_WEIGHTS = 100_000
-"""Of layers that are packed: the time of smaller ones is that of the call."""
+"""Smaller layers are not packed: the call itself takes most of their time."""
 
 
 class PackedLinear(nn.Linear):

@@ -67,7 +67,7 @@ _SWITCH_S = 2e-4
 _TRASH_BLOCKS = 2
 """Blocks that the paged cache allocates on top, for padding."""
 _GPU_WORKSPACE_FRACTION = 0.1
-"""Of the GPU memory that is left beside the weights: for activations and logits."""
+"""Share of the GPU memory beside the weights that is kept for activations and logits."""
 
 
 def open_store(host: str, num_ranks: int) -> tuple[Any, int]:
@@ -183,7 +183,7 @@ class Outbox(OutputRouter):
         self._filled = asyncio.Event()
         self._guard = threading.Lock()
         self._fresh: list[Progress] = []
-        """Of the iteration that is not over: it goes out together with its stats."""
+        """Progress of the present iteration: it goes out together with its stats."""
         self._progress: list[Progress] = []
         self._stats: EngineStats | None = None
         self._death: str | None = None
@@ -336,7 +336,7 @@ class OrderScheduler(FIFOScheduler):
         self._late: list[tuple[float, str]] = []
         """A heap: when who is late, as far as they have not begun by then."""
         self._set_back: set[str] = set()
-        """Who waits by its later key."""
+        """Requests that wait by their later key."""
 
     def add_waiting_request(self, state: RequestState) -> None:
         """Queue a request; an evicted one has its output appended to the prompt."""
