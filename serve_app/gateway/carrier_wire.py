@@ -37,7 +37,7 @@ from tokenyard.routing.types import OrderKey
 
 logger = logging.getLogger(__name__)
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 """Version of all frames but `FrameKind.HELLO`."""
 _BEGAN_S = time.monotonic()
 _RELEASE = version("tokenyard")

@@ -339,8 +339,8 @@ class Decider:
     def meet(self, link: _Link, carrier: Hello) -> bool:
         """Accept a carrier of this version, and refuse any other; both log why.
 
-        Of those that are older one is to be replaced at once, and the others when that has come
-        back: somebody has to listen meanwhile.
+        Of older carriers one is replaced at once, and the others when that one is back: somebody
+        has to listen meanwhile.
         """
         refusal = carrier.refusal(self.hello)
         if refusal is None:

@@ -126,8 +126,7 @@ class OutlierDetector:
 class BackOff(dict[tuple[Any, ...], tuple[float, float]]):
     """What is left alone for a while after it refused, twice as long each time.
 
-    Until when, and for how long that was, by what is left alone; what does again what it refused
-    is popped.
+    Maps what is left alone to the end and the length of that time. Pop what works again.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class ErrorEvent(Exception):
 class EventPeek:
     """Follows a stream: reads every event up to the first token, then only those that matter.
 
-    Without usage in them every event with something in it counts as a token.
+    Where events report no usage, every event with content counts as a token.
     """
 
     def __init__(self) -> None:
@@ -226,10 +226,8 @@ class EventPeek:
 
 
 def _count_plain(lines: bytes) -> int | None:
-    """Events in complete lines; None: they may be more than one token each.
-
-    A chain, since each token asks.
-    """
+    """Events in complete lines; None: they may be more than one token each."""
+    # Written out, since it runs for every token.
     if (
         b'"finish_reason":"' in lines
         or b'"finish_reason": "' in lines
