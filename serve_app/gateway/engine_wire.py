@@ -32,15 +32,15 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 def write_generation(generation: Generation, request_id: str, order_key: OrderKey | None) -> bytes:
     """Encode what an engine is to generate, and the key by which the request waits there."""
     key = None if order_key is None else write_order_key(order_key)
-    told = asdict(generation) | {"token_ids": ()}
+    settings = asdict(generation) | {"token_ids": ()}
     tokens = np.asarray(generation.token_ids, dtype=_TOKENS).tobytes()
-    return join_json([told, request_id, key], tokens)
+    return join_json([settings, request_id, key], tokens)
 
 
 def read_generation(content: bytes) -> tuple[Generation, str, str | None]:
     """Decode what `write_generation` wrote; anything else is a ValueError."""
-    (told, request_id, key), tokens = split_json(content)
-    generation = _GENERATION.validate_python(told)
+    (settings, request_id, key), tokens = split_json(content)
+    generation = _GENERATION.validate_python(settings)
     generation.token_ids = np.frombuffer(tokens, dtype=_TOKENS).tolist()
     return generation, request_id, key
 
