@@ -49,7 +49,7 @@ def a_fixed_simulation(discipline: str) -> dict[str, float]:
         rewards += float(sim.step(action)[0])
     observation = sim.observe()[0].astype(float)
     sim.drain()
-    outcomes = sim.outcomes()
+    outcomes = sim.view().outcomes()
     sim.run_linear(np.zeros(NUM_MARGINAL_WEIGHTS), float(tokens.mean()))
     return {
         "reward": rewards,
@@ -57,7 +57,7 @@ def a_fixed_simulation(discipline: str) -> dict[str, float]:
         "p99_response_s": float(np.quantile(outcomes.response_s, 0.99)),
         "mean_waiting": float(outcomes.waiting_seen.mean()),
         "observation_sum": float(observation.sum()),
-        "sed_mean_response_s": float(sim.outcomes().response_s.mean()),
+        "sed_mean_response_s": float(sim.view().outcomes().response_s.mean()),
     }
 
 

@@ -120,6 +120,6 @@ def step(sim: BatchingSim, ask: Job, replica: int) -> float:
 def play(sim: BatchingSim, routes: list[list[int]]) -> None:
     """Run to the end; `routes` has the replicas of each request's attempts in turn."""
     left = [list(route) for route in routes]
-    while sim.current() >= 0:
-        sim.step(np.array([left[sim.current()].pop(0)]))
+    while sim.view().current() >= 0:
+        sim.step(np.array([left[sim.view().current()].pop(0)]))
     sim.drain()

@@ -52,8 +52,8 @@ def compile_batching() -> None:
     stream = StreamSource(scenario).sample(_NUM_REQUESTS, stream_rng(0, "training"))
     sim = BatchingSim(scenario, 1, _NUM_REQUESTS)
     sim.load(0, stream)
-    sim.best_ahead(0, 1.0)
-    sim.snapshots(0, 1)
+    sim.view().best_ahead(1.0)
+    sim.view().snapshots(1)
     _play(sim)
 
 

@@ -292,7 +292,7 @@ def _replay(scenario: Scenario, requests: FloatArray, actions: Actions) -> Outco
     for action in actions[:, None]:
         sim.step(action)
     sim.drain()
-    return sim.outcomes()
+    return sim.view().outcomes()
 
 
 def exact_sed(scenario: Scenario, requests: FloatArray) -> Outcomes:
@@ -369,7 +369,7 @@ def _ahead(others_weight: float, scenario: Scenario, requests: FloatArray, seed:
             "replicas that batch; clairvoyant is for serial servers"
         )
     # The simulator of a fleet is asked.
-    return lambda sim, copy: cast(BatchingSim, sim).best_ahead(copy, others_weight)
+    return lambda sim, copy: cast(BatchingSim, sim).view(copy).best_ahead(others_weight)
 
 
 def _clairvoyant(scenario: Scenario, requests: FloatArray, seed: int) -> Chooser:

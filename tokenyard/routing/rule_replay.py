@@ -50,7 +50,7 @@ class Replay:
         sim = self._simulator(count)
         decide(sim)
         slo_s = self._scenario.slo_response_s
-        return np.array([outcome_row(sim.outcomes(copy), slo_s) for copy in range(count)])
+        return np.array([outcome_row(sim.view(copy).outcomes(), slo_s) for copy in range(count)])
 
     def best_rules(self, by: str = "score") -> list[str]:
         """Names of the rules of the best mean scores (`metrics.score`), the best first.

@@ -281,7 +281,7 @@ class PolicySearch(CrossEntropy):
     def _costs(self, parameters: FloatArray) -> StreamCosts:
         weights, order = parameters[: self._num_weights], self._order_of(parameters)
         self._sim.run_linear(weights, self._source.mean_total_tokens, order)
-        outcomes = [self._sim.outcomes(i) for i in range(self.config.streams_per_generation)]
+        outcomes = [self._sim.view(i).outcomes() for i in range(self.config.streams_per_generation)]
         slo_s = self.scenario.slo_response_s
         objective = self.config.objective
         return StreamCosts(

@@ -434,7 +434,7 @@ class _Search:
             sim.step(actions)
         sim.drain()
         slo_s = self._scenario.slo_response_s
-        outcomes = [sim.outcomes(copy) for copy in range(len(known))]
+        outcomes = [sim.view(copy).outcomes() for copy in range(len(known))]
         return float(
             np.mean(
                 [
@@ -447,13 +447,13 @@ class _Search:
     def _sita_choice(
         self, sim: Simulator, copy: int, rule: SizeIntervals, known: Sequence[int]
     ) -> int:
-        index = sim.current(copy)
+        index = sim.view(copy).current()
         if index < 0:
             return 0
-        offered = sim.offered(copy)
+        offered = sim.view(copy).offered()
         if len(offered) == self._scenario.num_servers:
             return known[index]
-        return offered[rule.route(sim.request(copy), sim.snapshots(copy))]
+        return offered[rule.route(sim.view(copy).request(), sim.view(copy).snapshots())]
 
 
 def _orders(speeds: Sequence[float], most: int) -> list[tuple[int, ...]]:

@@ -47,8 +47,8 @@ def run_kernel(
     for state, engine in zip(sim.arrays.state[0], given_engines, strict=True):
         state[lay.WARM_UNTIL_S] = engine.warm_until_s
     total = 0.0
-    while sim.current() >= 0:
-        total += step(sim, some[sim.current()], routes[sim.current()])
+    while sim.view().current() >= 0:
+        total += step(sim, some[sim.view().current()], routes[sim.view().current()])
     return sim, total + float(sim.drain()[0])
 
 
@@ -99,7 +99,9 @@ def check_completions(engine, some, max_overtaking_s):
 def test_what_placements_add_by_looking_ahead_sums_up_to_all_response_times(engine, some):
     engine = dataclasses.replace(engine, queue_limit=100, block_tokens=0)
     sim, rewards = run_kernel([engine], some, [0] * len(some), reward=LOOK_AHEAD)
-    assert -rewards == pytest.approx(np.nansum(sim.outcomes().response_s), rel=1e-9, abs=1e-6)
+    assert -rewards == pytest.approx(
+        np.nansum(sim.view().outcomes().response_s), rel=1e-9, abs=1e-6
+    )
 
 
 @settings(max_examples=scaled(100))
@@ -165,8 +167,8 @@ def test_looking_ahead_takes_the_replica_where_the_slow_engine_finds_least_delay
     def finishes(which: int, held: list[Job]) -> np.ndarray:
         return np.array([fate.finish_s for fate in simulate(both[which], held)[0]])
 
-    while sim.current() >= 0:
-        job = some[sim.current()]
+    while sim.view().current() >= 0:
+        job = some[sim.view().current()]
         costs = []
         for which, held in enumerate(placed):
             after = finishes(which, [*held, job])

@@ -45,7 +45,7 @@ def mean_response_s(sim: BatchingSim, output: np.ndarray, rate_per_s: float, see
     stream = BatchingStream(rows, np.zeros(0, np.int64), np.zeros((0, lay.NUM_EVENT)))
     sim.load(0, stream)
     sim.run_linear(np.zeros(sim.num_weights), 1.0)
-    return float(sim.outcomes().response_s[2000:].mean())
+    return float(sim.view().outcomes().response_s[2000:].mean())
 
 
 def exponential(rng: np.random.Generator) -> np.ndarray:

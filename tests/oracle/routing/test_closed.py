@@ -68,7 +68,7 @@ def test_clients_are_as_many_as_throughput_times_cycle(num_clients, mean_think_s
     sim = a_sim(a_fleet([SECOND]), [SECOND], num)
     sim.load(0, a_closed_stream(num, num_clients, think_s, rng))
     play(sim, [[0]] * num)
-    outcomes = sim.outcomes()
+    outcomes = sim.view().outcomes()
     end_s = outcomes.arrival_s + outcomes.response_s
     throughput = num / (end_s.max() - outcomes.arrival_s[0])
     found = throughput * (outcomes.response_s.mean() + think_s.mean())
@@ -81,7 +81,7 @@ def test_one_client_that_does_not_think_is_served_one_request_after_the_other():
     sim = a_sim(a_fleet([SECOND, SECOND]), [SECOND, SECOND], num)
     sim.load(0, a_closed_stream(num, 1, np.zeros(num), rng))
     play(sim, rng.integers(2, size=(num, 1)).tolist())
-    outcomes = sim.outcomes()
+    outcomes = sim.view().outcomes()
     end_s = outcomes.arrival_s + outcomes.response_s
     np.testing.assert_allclose(outcomes.arrival_s[1:], end_s[:-1])
     # A prompt of one token takes the first second, every further token one more.

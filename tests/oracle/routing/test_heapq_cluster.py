@@ -41,7 +41,7 @@ def assert_same_history(scenario, stream, actions, keys=None):
         reward = step(sim, action, keys[index])
         assert reward == pytest.approx(expected_rewards[index], abs=1e-7)
     sim.drain()
-    outcomes = sim.outcomes()
+    outcomes = sim.view().outcomes()
     servers = [job.action if job.accepted else -1 for job in oracle.jobs]
     responses = [job.response_s for job in oracle.jobs]
     assert outcomes.server.tolist() == servers

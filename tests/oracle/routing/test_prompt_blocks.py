@@ -52,7 +52,7 @@ def test_blocks_in_flight_are_those_of_a_slow_count(name, block_tokens):
         for at, num, context in requests[:, [lay.CHAIN_AT, lay.CHAIN_LENGTH, lay.CONTEXT]].tolist()
     ]
     rng, most, shared = np.random.default_rng(3), 0.0, 0
-    while (current := sim.current()) >= 0:
+    while (current := sim.view().current()) >= 0:
         server = outcomes[:, lay.SERVER].copy()
         server[requests[:, lay.ROUTER] != requests[current, lay.ROUTER]] = -1.0
         server[to_be_placed_again(sim)] = -1.0
@@ -60,11 +60,11 @@ def test_blocks_in_flight_are_those_of_a_slow_count(name, block_tokens):
         expected = prompt_blocks(
             pieces, server, outcomes[:, lay.FINISH_S], current, scenario.num_servers, block_tokens
         )
-        found = sim.snapshots(0, block_tokens).prompt_blocks(block_tokens)
-        assert found.tolist() == expected[sim.offered()].tolist()
+        found = sim.view().snapshots(block_tokens).prompt_blocks(block_tokens)
+        assert found.tolist() == expected[sim.view().offered()].tolist()
         most = max(most, float(found.max()))
         shared += sum(outcomes[:, lay.HIT_TOKENS] > 0)
-        sim.step(rng.choice(sim.offered(), 1))
+        sim.step(rng.choice(sim.view().offered(), 1))
     assert most > 4 * requests[:, lay.CONTEXT].mean() / block_tokens
     assert bool(shared) == bool(size)
 
@@ -75,8 +75,8 @@ def test_dynamo_counts_prompts_where_they_are_known_and_memory_in_use_elsewhere(
     product = make_policy("dynamo_lmetric", context)
     cost = DynamoCost(np.random.default_rng(0), prefill_load_scale=0.0)
     for _ in range(NUM // 2):
-        sim.step(np.array([cost.route(sim.request(), sim.snapshots(0, 16))]))
-    request, snapshots = sim.request(), sim.snapshots(0, 16)
+        sim.step(np.array([cost.route(sim.view().request(), sim.view().snapshots(16))]))
+    request, snapshots = sim.view().request(), sim.view().snapshots(16)
     counted = snapshots.prompt_blocks(16)
     assert cost.costs(request, snapshots).tolist() == counted.tolist()
     prefill = DynamoCost(np.random.default_rng(0)).costs(request, snapshots) - counted

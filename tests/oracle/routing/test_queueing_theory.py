@@ -34,7 +34,7 @@ def outcomes_under(
     rng = np.random.default_rng(seed)
     sim = loaded(scenario, a_poisson_stream(rng, len(tokens), rate_per_s, tokens))
     sim.run_linear(np.zeros(NUM_MARGINAL_WEIGHTS), MEAN_TOKENS, order)
-    return sim.outcomes(), rate_per_s
+    return sim.view().outcomes(), rate_per_s
 
 
 def mean_wait_s(outcomes):
@@ -94,7 +94,7 @@ def outcomes_by_key(tokens, load, key_tokens):
         sim.order_next(0, OrderKey(key))
         sim.step(one(0))
     sim.drain()
-    return sim.outcomes(), rate_per_s
+    return sim.view().outcomes(), rate_per_s
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8])

@@ -20,7 +20,7 @@ def played(scenario: Scenario, num: int, seed: int, sends: int) -> BatchingSim:
     sim = BatchingSim(scenario, 1, num)
     sim.load(0, StreamSource(scenario).sample(num, np.random.default_rng(seed)))
     rng = np.random.default_rng(sends)
-    while sim.current() >= 0:
+    while sim.view().current() >= 0:
         sim.step(rng.integers(scenario.num_servers, size=1))
     sim.drain()
     return sim
@@ -52,8 +52,8 @@ def test_requests_are_told_their_session_and_turn():
     sim = BatchingSim(scenario, 1, 200)
     sim.load(0, StreamSource(scenario).sample(200, np.random.default_rng(5)))
     last: dict[str, int] = {}
-    while sim.current() >= 0:
-        request = sim.request()
+    while sim.view().current() >= 0:
+        request = sim.view().request()
         assert request.turn == last.get(request.session_id, request.turn - 1) + 1
         last[request.session_id] = request.turn
         sim.step(np.zeros(1, dtype=np.int64))
@@ -68,7 +68,7 @@ def test_a_copy_that_is_cleared_plays_the_same_again():
     found = []
     for _ in range(2):
         sim.run_linear(weights, 1000.0)
-        found.append(sim.outcomes().response_s)
+        found.append(sim.view().outcomes().response_s)
     np.testing.assert_array_equal(*found)
 
 
@@ -97,7 +97,7 @@ def test_every_iteration_takes_its_own_factor_in_the_look_ahead_too():
     earned = sim.step(np.zeros(1, dtype=np.int64))[0]
     sim.drain()
     expected = factors.sum() + factors[0, :2].sum()
-    assert sim.outcomes().response_s[0] == pytest.approx(expected)
+    assert sim.view().outcomes().response_s[0] == pytest.approx(expected)
     assert earned == pytest.approx(-expected)
 
 
@@ -109,7 +109,7 @@ def test_factors_of_one_change_nothing():
         stream = a_stream(asks)
         sim.load(0, type(stream)(stream.requests, stream.chains, stream.events, factors=factors))
         play(sim, [[0]] * len(asks))
-        found.append(sim.outcomes().response_s)
+        found.append(sim.view().outcomes().response_s)
     np.testing.assert_allclose(*found)
 
 

@@ -64,9 +64,9 @@ def loaded(instance, num_copies=1):
 def decisions(sim, seed):
     """Place at random to the end, stopping before every placement and once at the end."""
     rng = np.random.default_rng(seed)
-    while sim.current() >= 0:
+    while sim.view().current() >= 0:
         yield sim
-        sim.step(rng.integers(0, NUM, sim.num_copies))
+        sim.step(rng.integers(0, NUM, len(sim.rewards)))
     sim.drain()
     yield sim
 
@@ -101,19 +101,19 @@ def pages_in_use(sim, replica):
 def test_every_request_is_somewhere_and_the_clock_never_goes_back(instance, seed):
     clock_s = -math.inf
     for sim in decisions(loaded(instance), seed):
-        found = sim.outcomes()
+        found = sim.view().outcomes()
         offered = int(sim.arrays.clock[0, lay.NEXT])
-        waits_to_be_placed = sim.current() >= 0
+        waits_to_be_placed = sim.view().current() >= 0
         again = sim.arrays.clock[0, lay.RETRY_COUNT]
         complete = np.isfinite(found.response_s).sum()
         # A client may hang up on a request that is nowhere at the time.
         dropped = (found.server[:offered] == -1).sum() - (
-            waits_to_be_placed and found.server[sim.current()] == -1
+            waits_to_be_placed and found.server[sim.view().current()] == -1
         )
         gone = (found.gave_up & (found.server >= 0)).sum()
         assert offered == complete + dropped + gone + held(sim).sum() + again + waits_to_be_placed
-        assert sim.now_s() >= clock_s
-        clock_s = sim.now_s()
+        assert sim.view().now_s() >= clock_s
+        clock_s = sim.view().now_s()
     assert not held(sim).any()
     assert again == 0
 
@@ -152,7 +152,7 @@ def test_no_replica_that_holds_a_request_idles_and_none_holds_more_than_it_may(i
 def test_what_is_measured_of_a_fleet_keeps_to_its_bounds(instance, seed):
     scenario, _, asks, _ = instance
     *_, sim = decisions(loaded(instance), seed)
-    found = sim.outcomes()
+    found = sim.view().outcomes()
     done = np.isfinite(found.response_s)
     assert (found.first_token_s[done] <= found.response_s[done]).all()
     assert (found.wasted_tokens >= 0).all()
@@ -176,7 +176,7 @@ def test_every_generated_token_but_the_first_has_its_latency_counted(instance, s
     found = sim.arrays.outcomes[0]
     first_tokens = np.isfinite(found[:, lay.FIRST_TOKEN_S]).sum()
     generated = found[:, lay.GENERATED].sum()
-    assert sim.outcomes().latency_counts.sum() == generated - first_tokens
+    assert sim.view().outcomes().latency_counts.sum() == generated - first_tokens
 
 
 @few
@@ -251,7 +251,7 @@ def truth(sim):
 def own_outstanding(sim, router, placed):
     """Requests of a router that it has sent to each replica and not got back, from its records."""
     found = sim.arrays.outcomes[0]
-    now = sim.now_s()
+    now = sim.view().now_s()
     count = np.zeros(NUM)
     for index, replica in placed.items():
         back = found[index, lay.FINISH_S] <= now or found[index, lay.GAVE_UP]
@@ -273,10 +273,10 @@ def truths(instance, actions):
     both = sorted([*ticks, *asks], key=lambda ask: (ask.submit_s, ask.context != largest))
     sim = loaded((scenario, engine, both, changes))
     left, found = list(actions), {}
-    while sim.current() >= 0:
-        is_tick = both[sim.current()].context == largest
+    while sim.view().current() >= 0:
+        is_tick = both[sim.view().current()].context == largest
         if is_tick:
-            found[sim.now_s()] = truth(sim)
+            found[sim.view().now_s()] = truth(sim)
         sim.step(np.array([0 if is_tick else left.pop(0)]))
     return found
 
@@ -294,14 +294,14 @@ def test_what_is_scraped_is_the_state_at_the_last_scrape_and_ones_own_in_flight_
     sim = loaded(instance)
     outcomes = sim.arrays.outcomes[0]
     placed: dict[int, int] = {}
-    while sim.current() >= 0:
-        index, now = sim.current(), sim.now_s()
+    while sim.view().current() >= 0:
+        index, now = sim.view().current(), sim.view().now_s()
         scraped_s = SCRAPE_S * math.floor(now / SCRAPE_S)
         scraped, table, state = published[scraped_s], sim.arrays.tables[0], sim.arrays.state[0]
         assert (table[:, ob.AGE_S] == now - scraped_s).all()
         assert table[:, ob.KV_USED_FRACTION].tolist() == scraped["kv"].tolist()
         assert (table[:, ob.ROUTABLE] == scraped["up"]).all()
-        assert sim.offered() == (np.flatnonzero(scraped["up"]).tolist() or list(range(NUM)))
+        assert sim.view().offered() == (np.flatnonzero(scraped["up"]).tolist() or list(range(NUM)))
         assert (state[:, lay.SCRAPED_WAITING] == scraped["waiting"]).all()
         assert (state[:, lay.SCRAPED_RUNNING] == scraped["running"]).all()
         router = asks[index].router
@@ -342,9 +342,9 @@ def test_before_the_next_scrape_a_router_sees_nothing_of_what_another_does(
     rngs = [np.random.default_rng([seed, which]) for which in range(3)]
     for sim in sims:
         sim.load(0, a_stream(asks))
-    while sims[0].current() >= 0:
-        assert sims[0].current() == sims[1].current()
-        mine = asks[sims[0].current()].router == 0
+    while sims[0].view().current() >= 0:
+        assert sims[0].view().current() == sims[1].view().current()
+        mine = asks[sims[0].view().current()].router == 0
         common = rngs[2].integers(2)
         if mine:
             assert view(sims[0]) == view(sims[1])
@@ -378,7 +378,7 @@ def test_a_router_does_not_believe_that_a_refused_prompt_is_cached():
     sim = a_sim(fleet, [engine], len(asks))
     sim.load(0, a_stream(asks))
     matches = []
-    while sim.current() >= 0:
+    while sim.view().current() >= 0:
         matches.append(float(sim.arrays.tables[0, 0, ob.MATCH_TOKENS]))
         sim.step(np.array([0]))
     assert sim.arrays.outcomes[0, 1, lay.SERVER] < 0
@@ -442,9 +442,9 @@ def test_a_request_is_overtaken_in_its_priority_only_by_those_that_arrive_within
 def test_keys_that_are_the_time_of_submission_change_nothing(instance, seed):
     sim, twin = loaded(instance), loaded(instance)
     rng = np.random.default_rng(seed)
-    while sim.current() >= 0:
+    while sim.view().current() >= 0:
         replica = rng.integers(0, NUM, 1)
-        twin.order_next(0, OrderKey(twin.now_s()))
+        twin.order_next(0, OrderKey(twin.view().now_s()))
         assert sim.step(replica).tobytes() == twin.step(replica).tobytes()
     sim.drain()
     twin.drain()

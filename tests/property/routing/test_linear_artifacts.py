@@ -50,8 +50,8 @@ def check(artifact, scenario, stream):
     policy = learned_policy(artifact)
     assert isinstance(policy, OrderingPolicy) == artifact.orders
     (run,) = run_policy(scenario, StreamSet([stream], "test"), lambda rng: policy, seed=0)
-    np.testing.assert_array_equal(sim.outcomes(0).server, run.outcomes.server)
-    np.testing.assert_allclose(sim.outcomes(0).response_s, run.outcomes.response_s)
+    np.testing.assert_array_equal(sim.view().outcomes().server, run.outcomes.server)
+    np.testing.assert_allclose(sim.view().outcomes().response_s, run.outcomes.response_s)
 
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)
@@ -109,6 +109,6 @@ def test_compiled_delay_rules_are_the_policies(seed, above, dump):
         compiled, stepped = loaded(scenario, stream), loaded(scenario, stream)
         compiled.run_delay_rule(reserve_above, dump_server)
         for _ in range(len(stream)):
-            stepped.step(one(policy.route(stepped.request(), stepped.snapshots())))
+            stepped.step(one(policy.route(stepped.view().request(), stepped.view().snapshots())))
         stepped.drain()
         assert compiled.outcome_table.tobytes() == stepped.outcome_table.tobytes()

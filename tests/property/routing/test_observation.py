@@ -106,10 +106,10 @@ def test_the_server_computes_from_snapshots_what_the_simulator_shows_in_training
     if whole:
         sim.show_rule(2000.0)
     for index, action in enumerate(rng.integers(0, 3, 49)):
-        columns = ob.snapshot_columns(list(sim.snapshots()))
-        assert ob.snapshot_columns(sim.snapshots()).tobytes() == columns.tobytes()
+        columns = ob.snapshot_columns(list(sim.view().snapshots()))
+        assert ob.snapshot_columns(sim.view().snapshots()).tobytes() == columns.tobytes()
         features = stream[index, -ob.NUM_REQUEST_FEATURES :]
-        request = sim.request()
+        request = sim.view().request()
         out = np.empty(ob.observation_size(3, whole=whole), dtype=np.float32)
         sizes = request.context_tokens, request.predicted_total_tokens
         ob.encode(features, *sizes, columns, whole, out)

@@ -322,13 +322,13 @@ def test_a_queue_is_shown_in_the_order_in_which_it_starts(scenario_name):
     sim = make_simulator(scenario, 1, 400)
     sim.load(0, stream)
     most = 0
-    while sim.current() >= 0:
+    while sim.view().current() >= 0:
         for server in range(scenario.num_servers):
-            queue = sim.queue(0, server)
+            queue = sim.view().queue(server)
             assert len(queue.tokens) == len(queue.order_keys_s)
             assert (np.diff(queue.order_keys_s) >= 0).all()
             most = max(most, len(queue.tokens))
-        request = sim.request()
+        request = sim.view().request()
         sim.order_next(0, OrderKey(request.arrival_s + 0.01 * request.context_tokens))
         sim.step(np.array([0]))
     assert most > 10

@@ -43,7 +43,7 @@ def sent_and_done(scenario, stream, decide):
     sim = make_simulator(scenario, 1, len(stream))
     sim.load(0, stream)
     decide(sim)
-    outcomes = sim.outcomes()
+    outcomes = sim.view().outcomes()
     return outcomes.server, outcomes.response_s
 
 

@@ -40,13 +40,13 @@ def test_every_placed_request_is_completed_waiting_running_or_dropped_at_any_tim
     sim = loaded(scenario, stream)
     for placed, action in enumerate(actions, start=1):
         sim.step(one(action))
-        outcomes = sim.outcomes()
+        outcomes = sim.view().outcomes()
         completed = np.isfinite(outcomes.response_s).sum()
         dropped = (outcomes.server[:placed] == -1).sum()
         outstanding = sim.state[0][:, [kernel.WAITING, kernel.RUNNING]].sum()
         assert placed == completed + outstanding + dropped
     sim.drain()
-    outcomes = sim.outcomes()
+    outcomes = sim.view().outcomes()
     assert (np.isnan(outcomes.response_s) == (outcomes.server == -1)).all()
     assert not sim.state[0][:, [kernel.WAITING, kernel.RUNNING, kernel.TOKENS]].any()
 
@@ -71,13 +71,13 @@ def test_no_request_waits_at_a_server_with_a_free_slot_or_beyond_the_queue_limit
 def test_the_clock_never_goes_back_and_no_request_is_served_faster_than_its_server(instance):
     scenario, stream, actions = instance
     sim = loaded(scenario, stream)
-    last_s = sim.now_s()
+    last_s = sim.view().now_s()
     for action in actions:
         sim.step(one(action))
-        assert sim.now_s() >= last_s
-        last_s = sim.now_s()
+        assert sim.view().now_s() >= last_s
+        last_s = sim.view().now_s()
     sim.drain()
-    outcomes = sim.outcomes()
+    outcomes = sim.view().outcomes()
     done = outcomes.server >= 0
     speed = sim.params[outcomes.server[done], kernel.SLOT_TOKENS_PER_S]
     held_back_s = (stream[:, kernel.DISPATCH_S] - stream[:, kernel.ARRIVAL_S])[done]
@@ -94,7 +94,7 @@ def test_a_serial_server_serves_in_order_of_arrival_as_lindley_says(instance):
     for action in actions:
         sim.step(one(action))
     sim.drain()
-    outcomes = sim.outcomes()
+    outcomes = sim.view().outcomes()
     finish_s = np.full(scenario.num_servers, -np.inf)
     for row, server, response_s in zip(stream, outcomes.server, outcomes.response_s, strict=True):
         if server < 0:
@@ -114,7 +114,7 @@ def ran(scenario, stream, actions, keys):
 
 def starts_s(sim, stream):
     """When each request started; NaN where it was dropped."""
-    outcomes = sim.outcomes()
+    outcomes = sim.view().outcomes()
     speed = sim.params[outcomes.server, kernel.SLOT_TOKENS_PER_S]
     return stream[:, kernel.ARRIVAL_S] + outcomes.response_s - outcomes.total_tokens / speed
 
@@ -124,7 +124,7 @@ def starts_s(sim, stream):
 def test_a_request_is_overtaken_only_by_those_that_arrive_within_the_bound(instance):
     scenario, stream, actions, keys = instance
     sim = ran(scenario, stream, actions, keys)
-    start_s, server = starts_s(sim, stream), sim.outcomes().server
+    start_s, server = starts_s(sim, stream), sim.view().outcomes().server
     for later in range(len(stream)):
         overtaken = (start_s[:later] > start_s[later] + 1e-9) & (server[:later] == server[later])
         latest_s = stream[:later, kernel.DISPATCH_S] + scenario.max_overtaking_s
@@ -139,8 +139,8 @@ def test_a_serial_server_is_busy_at_the_same_times_in_any_order(instance):
     busy = []
     for some in (keys, [None] * len(keys)):
         sim = ran(scenario, stream, actions, some)
-        start_s, server = starts_s(sim, stream), sim.outcomes().server
-        end_s = stream[:, kernel.ARRIVAL_S] + sim.outcomes().response_s
+        start_s, server = starts_s(sim, stream), sim.view().outcomes().server
+        end_s = stream[:, kernel.ARRIVAL_S] + sim.view().outcomes().response_s
         for which in range(scenario.num_servers):
             here = np.argsort(start_s[server == which], kind="stable")
             begin, end = start_s[server == which][here], end_s[server == which][here]
@@ -175,7 +175,7 @@ def test_all_responses_are_paid_for_once_in_any_order(instance):
     sim = loaded(scenario.model_copy(update={"reward": only_response}), stream)
     earned = sum(step(sim, *both) for both in zip(actions, keys, strict=True))
     earned += float(sim.drain()[0])
-    assert -earned == pytest.approx(np.nansum(sim.outcomes().response_s), abs=1e-9)
+    assert -earned == pytest.approx(np.nansum(sim.view().outcomes().response_s), abs=1e-9)
 
 
 @few
@@ -186,10 +186,10 @@ def test_with_exact_predictions_a_request_waits_as_long_as_the_router_was_told(i
     sim = loaded(scenario, stream)
     told_s = []
     for action in actions:
-        told_s.append(sim.snapshots()[action].wait_s)
+        told_s.append(sim.view().snapshots()[action].wait_s)
         sim.step(one(action))
     sim.drain()
-    outcomes = sim.outcomes()
+    outcomes = sim.view().outcomes()
     done = outcomes.server >= 0
     service_s = outcomes.total_tokens / sim.params[outcomes.server, kernel.SLOT_TOKENS_PER_S]
     start_s = stream[:, kernel.ARRIVAL_S] + outcomes.response_s - service_s
@@ -210,7 +210,7 @@ def test_the_response_paid_for_at_the_decision_is_the_one_recorded_at_completion
     sim = loaded(scenario, stream)
     rewards = [float(sim.step(one(a))[0]) for a in rng.integers(0, 3, len(stream))]
     sim.drain()
-    expected = -np.nan_to_num(sim.outcomes().response_s)
+    expected = -np.nan_to_num(sim.view().outcomes().response_s)
     assert rewards == pytest.approx(expected, abs=1e-12)
 
 
@@ -274,7 +274,7 @@ def test_permuting_the_servers_permutes_what_is_seen_and_changes_no_response(
         assert sim.tables[0][list(order)].tobytes() == twin.tables[0].tobytes()
     sim.drain()
     twin.drain()
-    assert sim.outcomes().response_s.tobytes() == twin.outcomes().response_s.tobytes()
+    assert sim.view().outcomes().response_s.tobytes() == twin.view().outcomes().response_s.tobytes()
 
 
 @few
@@ -308,8 +308,8 @@ def test_run_linear_with_zero_weights_is_shortest_expected_delay(seed):
     compiled, stepped = loaded(scenario, stream), loaded(scenario, stream)
     compiled.run_linear(np.zeros(ob.NUM_MARGINAL_WEIGHTS), 2000.0)
     for _ in range(len(stream)):
-        tokens = stepped.request().predicted_total_tokens
-        delays_s = [s.wait_s + tokens / s.tokens_per_s for s in stepped.snapshots()]
+        tokens = stepped.view().request().predicted_total_tokens
+        delays_s = [s.wait_s + tokens / s.tokens_per_s for s in stepped.view().snapshots()]
         stepped.step(one(int(np.argmin(delays_s))))
     stepped.drain()
     assert compiled.outcome_table.tobytes() == stepped.outcome_table.tobytes()
@@ -320,9 +320,9 @@ def test_the_next_action_of_a_copy_that_was_just_loaded_can_be_ignored():
     sim = loaded(scenario, a_stream([0.0, 1.0], [2000.0, 2000.0]))
     sim.skip_next(0)
     assert sim.step(one(99))[0] == 0.0
-    assert sim.snapshots()[0].num_running == 0
+    assert sim.view().snapshots()[0].num_running == 0
     sim.step(one(0))
-    assert sim.now_s() == 1.0
+    assert sim.view().now_s() == 1.0
 
 
 def test_a_stream_that_is_over_is_not_stepped_further():

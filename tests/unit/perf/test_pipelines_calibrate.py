@@ -182,7 +182,7 @@ def test_replicas_behind_a_gateway_become_a_scenario_that_can_be_simulated(gatew
     sim = make_simulator(scenario, 1, 50)
     sim.load(0, StreamSource(scenario).sample(50, np.random.default_rng(0)))
     sim.run_linear(np.zeros(sim.num_weights), 1000.0)
-    assert np.isfinite(sim.outcomes().response_s).all()
+    assert np.isfinite(sim.view().outcomes().response_s).all()
 
 
 def test_one_model_of_several_is_asked_for_and_taken_with_its_profiles_and_the_classes(

@@ -207,12 +207,12 @@ def test_what_is_shown_as_columns_is_what_snapshots_of_each_replica_say(name):
         sim.load(0, stream)
         step = 0
         while sim.undecided():
-            shown, made = sim.snapshots(), list(sim.snapshots())
+            shown, made = sim.view().snapshots(), list(sim.view().snapshots())
             assert [one.replica_id for one in made] == [
-                scenario.server_names[i] for i in sim.offered()
+                scenario.server_names[i] for i in sim.view().offered()
             ]
             columns, theirs = ob.snapshot_columns(shown), ob.snapshot_columns(made)
             np.testing.assert_array_equal(columns, theirs)
             np.testing.assert_array_equal(shown.observed_at_s, [one.observed_at_s for one in made])
             step += 1
-            sim.step(np.array([sim.offered()[step % len(shown)]]))
+            sim.step(np.array([sim.view().offered()[step % len(shown)]]))

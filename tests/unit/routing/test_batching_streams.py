@@ -208,4 +208,4 @@ def completed(fleet, trace):
     sim = BatchingSim(scenario, 1, trace.num_requests)
     sim.load(0, encoded(fleet, trace))
     sim.run_linear(np.zeros(sim.num_weights), 1100.0)
-    return sim.outcomes()
+    return sim.view().outcomes()

@@ -35,7 +35,7 @@ def set_up(name):
 
 def scores_of(sim, source, weights):
     """What the policy says that each server costs now."""
-    request, scores = sim.request(), np.empty(source.scenario.num_servers)
+    request, scores = sim.view().request(), np.empty(source.scenario.num_servers)
     mean, slo_s = source.mean_total_tokens, source.scenario.slo_response_s
     table = sim.tables[0] if source.scenario.fleet is None else sim.arrays.tables[0]
     context, total = float(request.context_tokens), request.predicted_total_tokens
@@ -52,7 +52,7 @@ def played(source, weights, stream, last=NUM_REQUESTS, forced=None):
     sim = make_simulator(source.scenario, 1, NUM_REQUESTS, NO_REWARD)
     sim.load(0, stream)
     seen = []
-    while 0 <= (current := sim.current()) < last:
+    while 0 <= (current := sim.view().current()) < last:
         scores = scores_of(sim, source, weights)
         server = (forced or {}).get(len(seen), int(scores.argmin()))
         seen.append((current, scores))
@@ -63,7 +63,7 @@ def played(source, weights, stream, last=NUM_REQUESTS, forced=None):
 
 def paid_s(sim, scenario, tail_after_s, last):
     """What the first requests of a stream cost."""
-    outcomes = sim.outcomes(0)
+    outcomes = sim.view().outcomes()
     response_s = np.nan_to_num(outcomes.response_s[:last], nan=LOST_SLOS * scenario.slo_response_s)
     beyond_s = np.maximum(response_s - tail_after_s, 0.0)
     violations = outcomes.violations(scenario.slo_response_s)[:last]
@@ -82,7 +82,7 @@ def test_costs_of_choices_are_those_of_playing_each_from_the_start(name):
     branching = server_model(scenario).branching(scenario, source.mean_total_tokens)
     found = branching.sample(weights, stream, ALL)
     whole, seen = played(source, weights, stream)
-    tail_after_s = percentile(whole.outcomes(0).offered_response_s, 99.0)
+    tail_after_s = percentile(whole.view().outcomes().offered_response_s, 99.0)
     at = newest = 0
     for decision, (current, scores) in enumerate(seen):
         tried = scores - scores.min() <= ALL.margin_slos

@@ -99,8 +99,8 @@ def test_the_vector_twin_of_a_fleet_equals_single_ones_though_requests_come_agai
             assert observation.tobytes() == observations[i].tobytes()
             assert (reward, over[i]) == (rewards[i], truncated[i])
             # The last observation shows a request that waits, whatever became of the others.
-            assert env.sim.current() >= 0
-            again += int((env.sim.outcomes().attempts > 1).sum())
+            assert env.sim.view().current() >= 0
+            again += int((env.sim.view().outcomes().attempts > 1).sum())
     assert again > 0
 
 
@@ -126,11 +126,11 @@ def test_placing_on_a_replica_that_is_down_is_a_refused_attempt_and_a_step():
     env.reset(seed=0)
     refused = 0
     for _ in range(300):
-        index, state = env.sim.current(), env.sim.arrays.state[0]
+        index, state = env.sim.view().current(), env.sim.arrays.state[0]
         down = np.flatnonzero(state[:, lay.STATUS] == lay.DOWN)
-        before = env.sim.outcomes().attempts[index]
+        before = env.sim.view().outcomes().attempts[index]
         truncated = env.step(np.int64(down[0] if len(down) else 0))[3]
-        assert env.sim.outcomes().attempts[index] == before + 1
+        assert env.sim.view().outcomes().attempts[index] == before + 1
         refused += len(down) > 0
         assert not state[state[:, lay.STATUS] == lay.DOWN, lay.WAITING].any()
     assert refused > 50
@@ -207,7 +207,7 @@ def test_minus_response_rewards_add_up_to_all_response_times(name, order):
     env.reset(seed=3)
     total = sum(env.step(np.int64(i % 3))[1] for i in range(300))
     total += env.sim.drain()[0]
-    assert -total == pytest.approx(env.sim.outcomes().response_s[:300].sum())
+    assert -total == pytest.approx(env.sim.view().outcomes().response_s[:300].sum())
 
 
 @pytest.mark.parametrize("name", ["bursty_serial", "azure_code_mixed_gpus"])
@@ -218,14 +218,14 @@ def test_requests_wait_by_the_order_that_a_rule_would_give_them(name):
     run, stepped = (make_simulator(scenario, 1, 400) for _ in range(2))
     run.load(0, stream)
     run.run_linear(np.zeros(run.num_weights), source.mean_total_tokens, np.array(ORDER))
-    outcomes = run.outcomes()
+    outcomes = run.view().outcomes()
     for order, alike in ((np.array(ORDER), True), (np.zeros(4), False)):
         stepped.order_by(order)
         stepped.load(0, stream)
         for server in outcomes.server:
             stepped.step(np.array([server]))
         stepped.drain()
-        assert np.array_equal(stepped.outcomes().response_s, outcomes.response_s) == alike
+        assert np.array_equal(stepped.view().outcomes().response_s, outcomes.response_s) == alike
 
 
 def test_an_order_that_lacks_a_weight_is_refused():
@@ -287,8 +287,8 @@ def test_decision_epochs_hold_every_request_until_the_next_tick():
     env.reset(seed=0)
     now_s = []
     for _ in range(200):
-        now_s.append(env.sim.now_s())
-        assert 0 <= now_s[-1] - env.sim.request().arrival_s <= 0.1
+        now_s.append(env.sim.view().now_s())
+        assert 0 <= now_s[-1] - env.sim.view().request().arrival_s <= 0.1
         env.step(np.int64(0))
     ticks = np.array(now_s) / 0.1
     np.testing.assert_allclose(ticks, np.round(ticks), atol=1e-6)
@@ -304,7 +304,7 @@ def test_a_hidden_output_length_reaches_neither_request_nor_observation():
         env.reset(seed=0)
         if doubled:  # every true output grows; nothing that the router sees before may change
             env.sim.requests[0, :, 2] += 500.0
-        request = env.sim.request()
+        request = env.sim.view().request()
         assert request.predicted_total_tokens == request.context_tokens
         seen.append(env.sim.observe()[0].copy())
     np.testing.assert_array_equal(*seen)

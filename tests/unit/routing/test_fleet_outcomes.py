@@ -22,7 +22,7 @@ def outcomes(asks, routes, changes=(), engines=TWO, watts=0.0, iteration_j=0.0, 
     sim = a_sim(a_fleet(engines, **options), engines, len(asks), 1, watts, iteration_j)
     sim.load(0, a_stream(asks, changes))
     play(sim, routes)
-    return sim.outcomes()
+    return sim.view().outcomes()
 
 
 def gaps(found) -> dict[float, float]:
@@ -140,7 +140,7 @@ def test_a_row_of_a_fleet_has_all_its_numbers_right():
     sim = a_sim(scenario, TWO, 3, watts=10.0, iteration_j=6.0)
     sim.load(0, a_stream(asks, (Change(3.5, 0, "fail"),)))
     play(sim, [[0, 1], [1], [1]])
-    row = summarise(scenario, Run(sim.outcomes(), np.zeros(3)))
+    row = summarise(scenario, Run(sim.view().outcomes(), np.zeros(3)))
     # The first is lost after three tokens, comes again at 4 s, and waits for the iteration that
     # the second has begun; its first token is late. The second has a token a second. The client
     # of the third hangs up, which counts as slow as the slowest.

@@ -89,7 +89,7 @@ def test_what_is_played_is_what_the_name_means(seed):
     for name in list(rules)[:: max(len(rules) // 8, 1)]:
         sim.load(0, *streams)
         rules[name](sim)
-        played = np.array(sim.outcomes(0).response_s)
+        played = np.array(sim.view().outcomes().response_s)
         (named,) = run_policy(
             scenario, StreamSet(streams, ""), lambda _, name=name: make_policy(name, context), 0
         )

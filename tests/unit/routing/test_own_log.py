@@ -70,12 +70,12 @@ def written(folder, decide, label, factors, num_requests, load_factor=1.0):
     placed = []
 
     def choose(sim, copy):
-        request, snapshots = sim.request(copy), sim.snapshots(copy)
+        request, snapshots = sim.view(copy).request(), sim.view(copy).snapshots()
         decision, propensity = decide(request, snapshots)
         if decision.order_key is not None:
             sim.order_next(copy, decision.order_key)
         placed.append((request, snapshots, decision, propensity))
-        return sim.offered(copy)[decision.replica]
+        return sim.view(copy).offered()[decision.replica]
 
     rng = stream_rng(5, "evaluation")
     stream = StreamSource(world).sample(num_requests, rng, load_factor)

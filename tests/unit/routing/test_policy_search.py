@@ -116,7 +116,7 @@ def test_the_search_learns_to_keep_requests_off_a_server_that_is_useless():
     for _ in range(5):
         search.step()
     search._costs(search.mean)
-    assert (search._sim.outcomes().server == 1).mean() < 0.01
+    assert (search._sim.view().outcomes().server == 1).mean() < 0.01
 
 
 def test_a_search_may_start_at_tuned_weights_and_is_compared_with_them():

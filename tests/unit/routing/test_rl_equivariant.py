@@ -84,7 +84,7 @@ def driven_at_random(sim, seed=0):
     observations = sim.observe()
     while sim.undecided():
         yield observations[0].copy()
-        action = rng.choice(sim.offered())
+        action = rng.choice(sim.view().offered())
         observations, _ = sim.step_and_observe(np.array([action]))
 
 
@@ -126,7 +126,8 @@ def test_a_fresh_network_is_the_rule_that_it_begins_with(algorithm, scenario):
     context = PolicyContext(scenario, source.scenario.slo, np.random.default_rng(0), num)
     policy = make_policy("marginal_delay", context)
     agreed = [
-        preferences(module, observation)[0].argmax() == policy.route(sim.request(), sim.snapshots())
+        preferences(module, observation)[0].argmax()
+        == policy.route(sim.view().request(), sim.view().snapshots())
         for observation in driven_at_random(sim)
     ]
     # Not always: the fresh network's small outputs decide between nearly equal replicas.
@@ -137,7 +138,7 @@ def test_costs_made_from_what_is_shown_are_those_of_the_rule():
     source, sim = a_run(MIXED)
     weights, costs = np.array(TUNED), np.empty(4)
     for observation in driven_at_random(sim):
-        request = sim.request()
+        request = sim.view().request()
         context = request.context_tokens
         marginal_scores(
             weights, context, request.predicted_total_tokens - context, source.mean_total_tokens,
@@ -160,7 +161,7 @@ def test_trainer_and_server_pick_the_same_replica_on_the_same_snapshots(
     policy = learned_policy(artifact)
     for observation in driven_at_random(sim):
         trained = below_best(preferences(module, observation)[0])
-        decision = policy.decide(sim.request(), sim.snapshots())
+        decision = policy.decide(sim.view().request(), sim.view().snapshots())
         prefers = below_best(-module.residual_scale * np.array(decision.scores))
         assert prefers == pytest.approx(trained, rel=1e-3, abs=1e-2)
         assert decision.replica == trained.argmax()
@@ -175,7 +176,7 @@ def test_replicas_that_take_no_requests_change_nothing_for_the_others(algorithm)
     module = disturb(a_module(algorithm, 5))
     partly = 0
     for observation in driven_at_random(sim):
-        offered = sim.offered()
+        offered = sim.view().offered()
         seen = preferences(module, observation)[0]
         assert np.isfinite(seen[offered]).all()
         assert np.isneginf(np.delete(seen, offered)).all()
@@ -208,8 +209,8 @@ def test_one_network_decides_between_any_number_of_replicas(num_replicas):
     for _ in range(100):
         sim.step(np.zeros(1, dtype=np.int64))
     trained = preferences(module, of_replicas(sim.observe()[0], which))[0]
-    snapshots = sim.snapshots()
-    decided = learned_policy(artifact).decide(sim.request(), [snapshots[i] for i in which])
+    snapshots = sim.view().snapshots()
+    decided = learned_policy(artifact).decide(sim.view().request(), [snapshots[i] for i in which])
     assert len(decided.scores) == len(trained) == num_replicas
     # Replicas in the same state are worth the same.
     assert trained == pytest.approx(trained[which], rel=1e-4)

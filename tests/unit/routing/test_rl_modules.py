@@ -93,7 +93,7 @@ def test_trainer_and_server_pick_the_same_replica_on_the_same_snapshots(algorith
     observations = sim.observe()
     for _ in range(299):
         trained = int(greedy_actions(module, observations)[0])
-        assert policy.route(sim.request(), sim.snapshots()) == trained
+        assert policy.route(sim.view().request(), sim.view().snapshots()) == trained
         assert int(network_preferences(artifact, observations).argmax()) == trained
         observations, _ = sim.step_and_observe(rng.integers(0, 3, 1))
 
@@ -112,4 +112,4 @@ def test_a_network_with_an_order_is_served_as_it_is_validated():
         (run,) = run_policy(source.scenario, streams, lambda rng, make=make: make(), 0)
         sim.load(0, stream)
         KINDS["mlp"].run(artifact, sim)
-        np.testing.assert_array_equal(sim.outcomes().response_s, run.outcomes.response_s)
+        np.testing.assert_array_equal(sim.view().outcomes().response_s, run.outcomes.response_s)

@@ -81,7 +81,7 @@ def test_simulator_and_gateway_make_the_same_observation_of_the_same_truth(scrap
         table.add(config.name, "pool", profile, 0, -1.0)
     replicas = list(table.replicas.values())
     rng, open_requests, waited = np.random.default_rng(3), {}, 0
-    while (index := sim.current()) >= 0:
+    while (index := sim.view().current()) >= 0:
         outcomes, requests = sim.arrays.outcomes[0], sim.arrays.requests[0]
         ended = {i: outcomes[i, lay.FINISH_S] for i in open_requests}
         for done in sorted((i for i in ended if not math.isnan(ended[i])), key=ended.get):
@@ -96,16 +96,18 @@ def test_simulator_and_gateway_make_the_same_observation_of_the_same_truth(scrap
             waiting, running = (int(row[column]) for column in state)
             kv, at_s = row[lay.SCRAPED_KV], row[lay.SCRAPED_S]
             one.publish(EngineStatus(waiting, running, kv, at_s))
-        request = sim.request()
+        request = sim.view().request()
         prompt = Prompt([0] * request.context_tokens)
-        ours = table.snapshots(table.offered(sim.now_s(), math.inf), prompt)
+        ours = table.snapshots(table.offered(sim.view().now_s(), math.inf), prompt)
         columns, theirs = ob.snapshot_columns(ours), sim.arrays.tables[0].copy()
         theirs[:, ob.AGE_S] = 0.0  # A snapshot carries the time of observation instead.
         assert columns == pytest.approx(theirs, rel=1e-9, abs=1e-9, nan_ok=True)
         assert [one.observed_at_s for one in ours] == pytest.approx(
-            [one.observed_at_s for one in sim.snapshots()]
+            [one.observed_at_s for one in sim.view().snapshots()]
         )
-        assert ours.prompt_blocks(16).tolist() == sim.snapshots(0, 16).prompt_blocks(16).tolist()
+        assert (
+            ours.prompt_blocks(16).tolist() == sim.view().snapshots(16).prompt_blocks(16).tolist()
+        )
         seen = np.empty(ob.observation_size(3, whole=True), dtype=np.float32)
         features = requests[index, lay.FEATURES :]
         sizes = request.context_tokens, request.predicted_total_tokens
@@ -114,7 +116,7 @@ def test_simulator_and_gateway_make_the_same_observation_of_the_same_truth(scrap
         waited += int(columns[:, ob.NUM_WAITING].sum() > 0)
         action = int(rng.integers(3))
         output = request.predicted_total_tokens - request.context_tokens
-        replicas[action].send(str(index), prompt, 0, output, sim.now_s())
+        replicas[action].send(str(index), prompt, 0, output, sim.view().now_s())
         open_requests[index] = action
         sim.step(np.array([action]))
     assert waited > 50  # Queues were long enough to be worth comparing.

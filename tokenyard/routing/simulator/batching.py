@@ -200,18 +200,13 @@ class BatchingSim:
         self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
         self._shown_for_tokens = 0.0
         # Asked at every decision, so taken from the scenario once.
-        self._names = scenario.server_names
+        self.names = scenario.server_names
         total = sum(tenant.weight for tenant in fleet.tenants)
-        self._tenants = [(tenant.name, tenant.weight / total) for tenant in fleet.tenants]
+        self.tenants = [(tenant.name, tenant.weight / total) for tenant in fleet.tenants]
         self.num_weights = observation.NUM_MARGINAL_WEIGHTS
         """Weights of the linear policy."""
         self.num_saturated = 0
         """Observed numbers that hit the documented bound since the simulator was made."""
-
-    @property
-    def num_copies(self) -> int:
-        """Copies stepped by one call."""
-        return len(self.rewards)
 
     def show_rule(self, mean_total_tokens: float) -> None:
         """Append to observations what a rule's costs are made from (`scores.linear.encode_rule`).
@@ -221,7 +216,7 @@ class BatchingSim:
         """
         self._shown_for_tokens = float(mean_total_tokens)
         size = Layout(shows_rule=True).size(self.scenario.num_servers)
-        self.observations = np.zeros((self.num_copies, size), dtype=np.float32)
+        self.observations = np.zeros((len(self.rewards), size), dtype=np.float32)
 
     def load(self, copy: int, stream: Stream) -> None:
         """Empty one copy and give it a stream of `stream_length` requests."""
@@ -379,19 +374,15 @@ class BatchingSim:
         player = make_player(correction, num, mean_total_tokens, slo_s)
         kernel.run_residual(self.arrays, player, order, self.rewards)
 
-    def best_ahead(self, copy: int, others_weight: float) -> int:
-        """Replica where the waiting request does best, seen from what no router knows.
-
-        The cost is the request's own finish plus `others_weight` times the delay of all others,
-        as if nothing more came.
-        """
-        return int(kernel.best_ahead(self.arrays, copy, others_weight))
-
     def sizes_seen(self) -> FloatArray:
         """Size of every request as the router knows it, tokens, shape (copies, stream_length)."""
         requests = self.arrays.requests
         sizes: FloatArray = requests[:, :, lay.CONTEXT] + requests[:, :, lay.PREDICTED_OUTPUT]
         return sizes
+
+    def view(self, copy: int = 0) -> BatchingView:
+        """One copy, to look at."""
+        return BatchingView(self, copy)
 
     def undecided(self) -> bool:
         """Whether any copy has a request left to be placed."""
@@ -401,19 +392,26 @@ class BatchingSim:
         """Placements so far in every copy, shape (num_copies,)."""
         return self.arrays.clock[:, lay.PLACED].astype(np.int64)
 
-    def current(self, copy: int = 0) -> int:
+
+class BatchingView:
+    """One copy of a simulator: what a policy may see of it now, and what became of its requests."""
+
+    def __init__(self, sim: BatchingSim, copy: int) -> None:
+        self._sim, self._copy = sim, copy
+
+    def current(self) -> int:
         """Index of the request that waits to be placed; -1: none is left."""
-        return int(self.arrays.clock[copy, lay.CURRENT])
+        return int(self._sim.arrays.clock[self._copy, lay.CURRENT])
 
-    def now_s(self, copy: int = 0) -> float:
+    def now_s(self) -> float:
         """Clock of one copy, seconds."""
-        return float(self.arrays.clock[copy, lay.NOW_S])
+        return float(self._sim.arrays.clock[self._copy, lay.NOW_S])
 
-    def request(self, copy: int = 0) -> Request:
+    def request(self) -> Request:
         """The request that waits to be placed, as a policy may see it."""
-        row = self.arrays.requests[copy, self.current(copy)].tolist()
+        row = self._sim.arrays.requests[self._copy, self.current()].tolist()
         context = row[lay.CONTEXT]
-        tenant, tenant_share = self._tenants[int(row[lay.TENANT])]
+        tenant, tenant_share = self._sim.tenants[int(row[lay.TENANT])]
         return Request(
             arrival_s=row[lay.ARRIVAL_S],
             context_tokens=int(context),
@@ -421,65 +419,75 @@ class BatchingSim:
             due_s=min(row[lay.SLO_TTFT_S], row[lay.SLO_RESPONSE_S]),
             tenant=tenant,
             tenant_share=tenant_share,
-            **self._of_session(copy),
+            **self._of_session(),
         )
 
-    def _of_session(self, copy: int) -> dict[str, Any]:
+    def _of_session(self) -> dict[str, Any]:
         """What a request tells of its session."""
-        turns = self.arrays.turns[copy]
+        turns = self._sim.arrays.turns[self._copy]
         if not len(turns):
             return {}
-        row = turns[self.current(copy)]
+        row = turns[self.current()]
         return {"session_id": f"session-{int(row[lay.SESSION])}", "turn": int(row[lay.TURN])}
 
-    def offered(self, copy: int = 0) -> list[int]:
+    def offered(self) -> list[int]:
         """Replicas that the router believes to take requests; all, where it knows of none."""
-        routable = self.arrays.tables[copy, :, observation.ROUTABLE].tolist()
+        routable = self._sim.arrays.tables[self._copy, :, observation.ROUTABLE].tolist()
         return [i for i, told in enumerate(routable) if told] or [*range(len(routable))]
 
-    def snapshots(self, copy: int = 0, block_tokens: int = 0) -> TableSnapshots:
+    def snapshots(self, block_tokens: int = 0) -> TableSnapshots:
         """What a policy may know now of the replicas that are `offered`.
 
         Args:
-            copy: Which copy.
             block_tokens: Count the prompts in flight in blocks of so many tokens; 0: do not count.
         """
-        offered, table = self.offered(copy), self.arrays.tables[copy]
-        blocks = self._prompt_blocks(copy, block_tokens) if block_tokens else None
+        offered, table = self.offered(), self._sim.arrays.tables[self._copy]
+        blocks = self._prompt_blocks(block_tokens) if block_tokens else None
         return TableSnapshots(
-            self._names, table, offered, self.now_s(copy), True, block_tokens, blocks
+            self._sim.names, table, offered, self.now_s(), True, block_tokens, blocks
         )
 
-    def _prompt_blocks(self, copy: int, block_tokens: int) -> FloatArray:
+    def _prompt_blocks(self, block_tokens: int) -> FloatArray:
         """Blocks of the prompts in flight at every replica, shape (num_servers,)."""
-        blocks = np.empty(self.scenario.num_servers)
-        marks = np.zeros(self.arrays.links.shape[3], dtype=np.int64)
-        prompt_blocks(self.arrays, copy, float(block_tokens), marks, blocks)
+        blocks = np.empty(self._sim.scenario.num_servers)
+        marks = np.zeros(self._sim.arrays.links.shape[3], dtype=np.int64)
+        prompt_blocks(self._sim.arrays, self._copy, float(block_tokens), marks, blocks)
         return blocks
 
-    def queue(self, copy: int, replica: int) -> WaitingQueue:
+    def queue(self, replica: int) -> WaitingQueue:
         """What waits at a replica of what the router of the current request sent there, in order.
 
         A router knows of its own requests which have not got a token; that the prompt of one is
         being computed already, it is assumed to know.
         """
-        rules, requests = self.arrays.rules, self.arrays.requests[copy]
-        row = self.arrays.state[copy, replica, int(rules[lay.RING_AT]) :]
+        rules, requests = self._sim.arrays.rules, self._sim.arrays.requests[self._copy]
+        row = self._sim.arrays.state[self._copy, replica, int(rules[lay.RING_AT]) :]
         places = int(row[0]) + np.arange(int(row[1]))
         ring = row[2:].reshape(-1, lay.WAITING_FIELDS)
         waiting = ring[places % len(ring)]
         which = waiting[:, lay.W_INDEX].astype(np.int64)
-        current = requests[self.current(copy)]
+        current = requests[self.current()]
         keys_s = waiting[:, lay.W_KEY_S].copy()
         later = requests[which, lay.PRIORITY] - current[lay.PRIORITY]
         keys_s[later != 0] = np.inf * later[later != 0]
         own = requests[which, lay.ROUTER] == current[lay.ROUTER]
         return WaitingQueue(keys_s[own], requests[which[own], lay.CONTEXT])
 
-    def outcomes(self, copy: int = 0) -> BatchingOutcomes:
+    def best_ahead(self, others_weight: float) -> int:
+        """Replica where the waiting request does best, seen from what no router knows.
+
+        The cost is the request's own finish plus `others_weight` times the delay of all others,
+        as if nothing more came.
+        """
+        return int(kernel.best_ahead(self._sim.arrays, self._copy, others_weight))
+
+    def outcomes(self) -> BatchingOutcomes:
         """What became of one copy's requests, in order of arrival."""
-        requests, outcome = self.arrays.requests[copy], self.arrays.outcomes[copy]
-        if self.arrays.pending.shape[1]:
+        requests, outcome = (
+            self._sim.arrays.requests[self._copy],
+            self._sim.arrays.outcomes[self._copy],
+        )
+        if self._sim.arrays.pending.shape[1]:
             order = np.lexsort((outcome[:, lay.SUBMITTED], requests[:, lay.ARRIVAL_S]))
             requests, outcome = requests[order], outcome[order]
         finish_s = outcome[:, lay.FINISH_S]
@@ -507,17 +515,17 @@ class BatchingSim:
             wasted_tokens=outcome[:, lay.GENERATED] - np.where(done, output, 0.0),
             kv_seen=outcome[:, lay.KV_SEEN].copy(),
             gave_up=outcome[:, lay.GAVE_UP].astype(np.int64),
-            latency_counts=self.arrays.latencies[copy].copy(),
-            energy_j=self._energy_j(copy, finish_s),
+            latency_counts=self._sim.arrays.latencies[self._copy].copy(),
+            energy_j=self._energy_j(finish_s),
         )
 
-    def _energy_j(self, copy: int, finish_s: FloatArray) -> float:
-        arrays = self.arrays
-        first_s = float(arrays.requests[copy, 0, lay.ARRIVAL_S])
+    def _energy_j(self, finish_s: FloatArray) -> float:
+        arrays = self._sim.arrays
+        first_s = float(arrays.requests[self._copy, 0, lay.ARRIVAL_S])
         end_s = float(np.nanmax(finish_s, initial=first_s))
-        up_s = _up_s(arrays.events[copy], self.scenario.num_servers, first_s, end_s)
-        idle_j = up_s @ arrays.replica_params[copy, :, lay.IDLE_W]
-        return float(idle_j + arrays.state[copy, :, lay.BUSY_J].sum())
+        up_s = _up_s(arrays.events[self._copy], self._sim.scenario.num_servers, first_s, end_s)
+        idle_j = up_s @ arrays.replica_params[self._copy, :, lay.IDLE_W]
+        return float(idle_j + arrays.state[self._copy, :, lay.BUSY_J].sum())
 
 
 def _up_s(events: FloatArray, num_replicas: int, first_s: float, end_s: float) -> FloatArray:

@@ -58,7 +58,7 @@ class BatchingBranching(Branching):
 
     def _offered_s(self, weights: FloatArray) -> FloatArray:
         self._sim.run_linear(weights, self._mean_total_tokens)
-        return self._sim.outcomes(int(PLAYED)).offered_response_s
+        return self._sim.view(int(PLAYED)).outcomes().offered_response_s
 
     def _sample(self, weights: FloatArray, prices: FloatArray, config: BranchingConfig) -> int:
         for copy in (PLAYED, AHEAD):

@@ -112,12 +112,11 @@ class ClusterSim:
         """
         self.scenario = scenario
         # Asked at every decision, so taken from the scenario once.
-        self._names = scenario.server_names
+        self.names = scenario.server_names
         self.params = _server_params(scenario)
         self.rules = _rules(scenario, reward or scenario.reward)
         width = kernel.STATE + 5 * _max_running(scenario) + scenario.queue_limit
         num_servers = scenario.num_servers
-        self._offered = range(num_servers)
         self.state = np.zeros((num_copies, num_servers, width))
         self.clock = np.zeros((num_copies, kernel.NUM_CLOCK))
         self.requests = np.zeros((num_copies, stream_length, kernel.NUM_REQUEST))
@@ -300,6 +299,10 @@ class ClusterSim:
         """Size of every request as the router knows it, tokens, shape (copies, stream_length)."""
         return self.requests[:, :, kernel.PREDICTED_TOTAL]
 
+    def view(self, copy: int = 0) -> ClusterView:
+        """One copy, to look at."""
+        return ClusterView(self, copy)
+
     def undecided(self) -> bool:
         """Whether any copy has a request left to be placed."""
         return bool((self.clock[:, kernel.INDEX] < self.requests.shape[1]).any())
@@ -308,48 +311,57 @@ class ClusterSim:
         """Placements so far in every copy, shape (num_copies,)."""
         return self.clock[:, kernel.INDEX].astype(np.int64)
 
-    def current(self, copy: int = 0) -> int:
+
+class ClusterView:
+    """One copy of a simulator: what a policy may see of it now, and what became of its requests."""
+
+    def __init__(self, sim: ClusterSim, copy: int) -> None:
+        self._sim, self._copy = sim, copy
+
+    def current(self) -> int:
         """Index of the request that waits to be placed; -1: none is left."""
-        index = int(self.clock[copy, kernel.INDEX])
-        return index if index < self.requests.shape[1] else -1
+        index = int(self._sim.clock[self._copy, kernel.INDEX])
+        return index if index < self._sim.requests.shape[1] else -1
 
-    def offered(self, copy: int = 0) -> Sequence[int]:
+    def offered(self) -> Sequence[int]:
         """Servers that `snapshots` shows: all."""
-        return self._offered
+        return range(self._sim.scenario.num_servers)
 
-    def now_s(self, copy: int = 0) -> float:
+    def now_s(self) -> float:
         """Clock of one copy, seconds."""
-        return float(self.clock[copy, kernel.NOW_S])
+        return float(self._sim.clock[self._copy, kernel.NOW_S])
 
-    def request(self, copy: int = 0) -> Request:
+    def request(self) -> Request:
         """The request that waits to be placed, as a policy may see it."""
-        row = self.requests[copy, int(self.clock[copy, kernel.INDEX])].tolist()
+        row = self._sim.requests[
+            self._copy, int(self._sim.clock[self._copy, kernel.INDEX])
+        ].tolist()
         return Request(
             arrival_s=row[kernel.ARRIVAL_S],
             context_tokens=int(row[kernel.CONTEXT]),
             predicted_total_tokens=row[kernel.PREDICTED_TOTAL],
-            due_s=self.scenario.slo_response_s,
+            due_s=self._sim.scenario.slo_response_s,
         )
 
-    def snapshots(self, copy: int = 0, block_tokens: int = 0) -> Sequence[ReplicaSnapshot]:
+    def snapshots(self, block_tokens: int = 0) -> Sequence[ReplicaSnapshot]:
         """What a policy may know of one copy's servers now; they have no blocks to count."""
-        offered, table = self.offered(copy), self.tables[copy]
-        return TableSnapshots(self._names, table, offered, self.now_s(copy), False)
+        offered, table = self.offered(), self._sim.tables[self._copy]
+        return TableSnapshots(self._sim.names, table, offered, self.now_s(), False)
 
-    def queue(self, copy: int, server: int) -> WaitingQueue:
+    def queue(self, server: int) -> WaitingQueue:
         """What waits at a server of one copy, in the order in which it will start."""
-        row = self.state[copy, server]
-        ring = row[kernel.STATE + 5 * _max_running(self.scenario) :]
+        row = self._sim.state[self._copy, server]
+        ring = row[kernel.STATE + 5 * _max_running(self._sim.scenario) :]
         places = int(row[kernel.HEAD]) + np.arange(int(row[kernel.WAITING]))
         which = ring[places % len(ring)].astype(np.int64)
         return WaitingQueue(
-            order_keys_s=self.outcome_table[copy, which, kernel.ORDER_KEY_S],
-            tokens=self.requests[copy, which, kernel.PREDICTED_TOTAL],
+            order_keys_s=self._sim.outcome_table[self._copy, which, kernel.ORDER_KEY_S],
+            tokens=self._sim.requests[self._copy, which, kernel.PREDICTED_TOTAL],
         )
 
-    def outcomes(self, copy: int = 0) -> Outcomes:
+    def outcomes(self) -> Outcomes:
         """What became of one copy's requests."""
-        requests, outcome = self.requests[copy], self.outcome_table[copy]
+        requests, outcome = self._sim.requests[self._copy], self._sim.outcome_table[self._copy]
         return Outcomes(
             arrival_s=requests[:, kernel.ARRIVAL_S].copy(),
             context_tokens=requests[:, kernel.CONTEXT].copy(),

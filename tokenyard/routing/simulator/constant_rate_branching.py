@@ -61,7 +61,7 @@ class ConstantRateBranching(Branching):
             sim.params, sim.rules, sim.state[first], sim.clock[first], sim.requests[first],
             sim.outcome_table[first], sim.tables[first], player, FIRST_COME,
         )  # fmt: skip
-        return sim.outcomes(0).offered_response_s
+        return sim.view().outcomes().offered_response_s
 
     def _sample(self, weights: FloatArray, prices: FloatArray, config: BranchingConfig) -> int:
         sim = self._sim

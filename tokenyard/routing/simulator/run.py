@@ -13,7 +13,13 @@ from tokenyard.routing.simulator import Decide, Simulator, make_simulator
 from tokenyard.routing.simulator.batching_streams import Stream
 from tokenyard.routing.simulator.constant_rate import Outcomes
 from tokenyard.routing.simulator.streams import StreamSet
-from tokenyard.routing.types import OrderingPolicy, OrderKey, RoutingPolicy, counted_in
+from tokenyard.routing.types import (
+    OrderingPolicy,
+    OrderKey,
+    ReplicaSnapshot,
+    RoutingPolicy,
+    counted_in,
+)
 from tokenyard.types import FloatArray, IntArray
 
 PolicyFactory = Callable[[np.random.Generator], RoutingPolicy]
@@ -48,21 +54,23 @@ def choosing(policy: RoutingPolicy) -> Chooser:
     block_tokens = counted_in(policy)
 
     def choose(sim: Simulator, copy: int) -> int:
-        snapshots = sim.snapshots(copy, block_tokens)
-        return sim.offered(copy)[policy.route(sim.request(copy), snapshots)]
+        seen = sim.view(copy)
+        return seen.offered()[policy.route(seen.request(), seen.snapshots(block_tokens))]
 
     return choose
 
 
 def _place(policy: OrderingPolicy, sim: Simulator, copy: int) -> int:
-    snapshots = sim.snapshots(copy, counted_in(policy))
+    seen = sim.view(copy)
+    offered = seen.offered()
+    snapshots: Sequence[ReplicaSnapshot] = seen.snapshots(counted_in(policy))
     if policy.sees_queues:
-        offered = zip(sim.offered(copy), snapshots, strict=True)
-        snapshots = [replace(one, queue=sim.queue(copy, server)) for server, one in offered]
-    decision = policy.place(sim.request(copy), snapshots)
+        pairs = zip(offered, snapshots, strict=True)
+        snapshots = [replace(snapshot, queue=seen.queue(server)) for server, snapshot in pairs]
+    decision = policy.place(seen.request(), snapshots)
     if decision.order_key is not None:
         sim.order_next(copy, decision.order_key)
-    return sim.offered(copy)[decision.replica]
+    return offered[decision.replica]
 
 
 def repeating(servers: IntArray, order_keys: FloatArray | None = None) -> Chooser:
@@ -125,7 +133,7 @@ def run_compiled(scenario: Scenario, streams: StreamSet, decide: Decide) -> list
         sim = make_simulator(scenario, 1, len(stream), NO_REWARD)
         sim.load(0, stream)
         decide(sim)
-        runs.append(Run(sim.outcomes()))
+        runs.append(Run(sim.view().outcomes()))
     return runs
 
 
@@ -161,11 +169,11 @@ def _run_together(
         if rewards is None:
             sim.step(actions)
         else:
-            indices = [sim.current(copy) for copy in deciding]
+            indices = [sim.view(copy).current() for copy in deciding]
             rewards[deciding, indices] += sim.step(actions)[deciding]
-        deciding = [copy for copy in deciding if sim.current(copy) >= 0]
+        deciding = [copy for copy in deciding if sim.view(copy).current() >= 0]
     earned = sim.drain()
     if rewards is None:
-        return [Run(sim.outcomes(copy)) for copy in range(num_copies)]
+        return [Run(sim.view(copy).outcomes()) for copy in range(num_copies)]
     rewards[:, -1] += earned
-    return [Run(sim.outcomes(copy), rewards[copy]) for copy in range(num_copies)]
+    return [Run(sim.view(copy).outcomes(), rewards[copy]) for copy in range(num_copies)]
