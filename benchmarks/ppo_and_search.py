@@ -14,6 +14,9 @@ its budget. The one with the best score on validation streams is judged on fresh
 A cell is level where the 95 % interval of PPO's score less search's, over training seeds, is not
 wholly below 0; it is better where the mean is not. Fewer than five seeds have no such interval, and
 that over streams, of the mean over seeds, decides.
+
+With `--sweep` the trials of the default sweep are trained in place of all this, and the last policy
+of each is compared with the one that it began with, on fresh streams, in what it is paid for.
 """
 
 from __future__ import annotations
@@ -36,15 +39,18 @@ from rich.table import Table
 
 import envs
 from tokenyard.provenance import ResultFile, command_line, write_result
-from tokenyard.rl.routing.trial import RoutingTrialConfig
+from tokenyard.rl.routing.rewards import reward_weights
+from tokenyard.rl.routing.trial import RllibAlgorithm, RoutingTrialConfig
 from tokenyard.rl.training import SearchTraining, Training
 from tokenyard.routing.artifact import PolicyArtifact
-from tokenyard.routing.scenario import Scenario, load_scenario
+from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig, started_at_best_rule
+from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
-from tokenyard.routing.validation import NAMES, Validation
+from tokenyard.routing.validation import NAMES, Validation, artifact_runs, outcome_row
 from tokenyard.statistics.intervals import t_interval
 from tokenyard.types import FloatArray
+from tune_configs import routing as sweeps
 
 SERVERS = ("poisson_085", "bursty_serial", "two_speeds", "three_speeds")
 FLEETS = ("local_cpu", "azure_code_slo", "azure_code_mixed_gpus", "conversation_mixed_gpus")
@@ -61,7 +67,10 @@ class Args:
     scenario: tuple[str, ...] = (*SERVERS, *FLEETS)
     trainers: tuple[str, ...] = (SEARCH, PPO_AFTER_SEARCH)
     seeds: int = 5
-    """Of training: 0 and up."""
+    """Of training: `first_seed` and up."""
+    first_seed: int = 0
+    sweep: tuple[RllibAlgorithm, ...] = ()
+    """Learners of the default sweep, each under its three reward weightings."""
     budget_cpu_s: float = 20.0
     checkpoints: int = 10
     validation_streams: int = 12
@@ -259,6 +268,92 @@ def table_of(summary: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def cost_s(run: Run, reward: RewardWeights, slo_s: float) -> float:
+    """What a request costs by the reward's terms that are paid at the decision, seconds."""
+    outcomes = run.outcomes
+    response_s = outcomes.offered_response_s
+    violations = outcomes.violations(slo_s)
+    beyond_s = np.maximum(response_s - reward.tail_after_s, 0.0)
+    energy_j = getattr(outcomes, "energy_j", 0.0) / len(response_s)
+    return -float(
+        reward.response * response_s.mean()
+        + reward.slo * violations.mean()
+        + reward.tail * beyond_s.mean()
+        + reward.energy * energy_j
+    )
+
+
+def last_beside_start(trial: RoutingTrialConfig, args: Args) -> dict[str, Any]:
+    """Train one trial of the sweep; what its last policy adds to the one that it began with."""
+    scenario = load_scenario(trial.scenario)
+    streams = synthetic_streams(StreamSource(scenario), args.streams, args.seed)
+    reward = reward_weights(trial.reward_weights, scenario)
+
+    def measured(policy: PolicyArtifact) -> FloatArray:
+        runs = artifact_runs(scenario, streams, policy)
+        slo_s = scenario.slo_response_s
+        return np.array(
+            [(cost_s(run, reward, slo_s), *outcome_row(run.outcomes, slo_s)) for run in runs]
+        )
+
+    searched_s, learner = _spent(lambda: trial.make_training(scenario))
+    start = measured(learner.artifact({}, {}))
+    learned_s = 0.0
+    while learner.env_steps < trial.env_steps:
+        learned_s += _spent(learner.step)[0]
+    more = measured(learner.artifact({}, {})) - start
+    env_steps = learner.env_steps
+    learner.stop()
+    row: dict[str, Any] = {
+        "cell": scenario.name, "algorithm": trial.algorithm, "seed": trial.seed,
+        "reward_weights": trial.reward_weights, "env_steps": env_steps,
+        "start_cpu_s": searched_s, "cpu_s": learned_s,
+    }  # fmt: skip
+    keys = ("cost_s", "score", "mean_response_s", "p99_response_s", "slo_violation_fraction")
+    for column, key in enumerate(keys):
+        found = t_interval(more[:, column])
+        row |= {
+            f"start_{key}": float(start[:, column].mean()), f"delta_{key}": found.estimate,
+            f"delta_{key}_ci_low": found.low, f"delta_{key}_ci_high": found.high,
+        }  # fmt: skip
+    return row
+
+
+def _compare_with_starts(args: Args) -> None:
+    rows = []
+    trials = [trial for trial in sweeps.default().trials if trial.algorithm in args.sweep]
+    for seed, trial in product(range(args.first_seed, args.first_seed + args.seeds), trials):
+        rows.append(last_beside_start(trial.model_copy(update={"seed": seed}), args))
+        told = {key: rows[-1][key] for key in ("delta_cost_s", "delta_score", "cpu_s")}
+        print(f"{trial.algorithm} {trial.reward_weights} seed {seed}: {told}", file=sys.stderr)
+        if args.json is not None:
+            write_result(args.json, command_line(), args.seed, rows)
+    table = Table(box=box.SIMPLE_HEAD)
+    heads = (
+        "algorithm", "reward", "not above the start", "cost, 0.01 s", "over seeds", "score, 0.01 s",
+        "mean %", "p99 %", "violations, points", "CPU s",
+    )  # fmt: skip
+    for head in heads:
+        table.add_column(head, no_wrap=True)
+    for kind in dict.fromkeys((row["algorithm"], row["reward_weights"]) for row in rows):
+        mine = [row for row in rows if (row["algorithm"], row["reward_weights"]) == kind]
+        costs = [100 * row["delta_cost_s"] for row in mine]
+        over_seeds = t_interval(costs)
+
+        def mean(key: str, over: str = "", mine: list[dict[str, Any]] = mine) -> float:
+            return 100 * float(np.mean([row[key] / (row[over] if over else 1.0) for row in mine]))
+
+        table.add_row(
+            *kind, f"{sum(cost <= 0.0 for cost in costs)} of {len(costs)}",
+            f"{over_seeds.estimate:+.2f}", f"[{over_seeds.low:+.2f}, {over_seeds.high:+.2f}]",
+            f"{mean('delta_score'):+.2f}",
+            f"{mean('delta_mean_response_s', 'start_mean_response_s'):+.2f}",
+            f"{mean('delta_p99_response_s', 'start_p99_response_s'):+.2f}",
+            f"{mean('delta_slo_violation_fraction'):+.2f}", f"{mean('cpu_s') / 100:.0f}",
+        )  # fmt: skip
+    Console(width=None if sys.stdout.isatty() else 180, highlight=False).print(table)
+
+
 def main(args: Args) -> None:
     """Train what is missing, write after every run, and print the table."""
     torch.set_num_threads(1)
@@ -269,7 +364,7 @@ def main(args: Args) -> None:
         logging_level="ERROR",
     )  # fmt: skip
     try:
-        _compare(args)
+        (_compare_with_starts if args.sweep else _compare)(args)
     finally:
         ray.shutdown()
 
@@ -282,7 +377,8 @@ def _compare(args: Args) -> None:
         rows, streams = known["rows"], known["stream_scores"]
     done = {_key(row) for row in rows}
     cells = {name: Cell(name, args) for name in args.scenario}
-    runs = product(range(args.seeds), cells.items(), args.trainers)
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    runs = product(seeds, cells.items(), args.trainers)
     for seed, (name, cell), trainer in runs:
         if (name, seed, trainer) in done:
             continue

@@ -198,7 +198,10 @@ def print_report(console: Console, finished: Finished) -> None:
     """Print how trials and rules rank, and how the best did on fresh streams."""
     experiment, report = finished.sweep.experiment, finished.report
     head, *lines = finished.table
-    title = f"{experiment.scenario}: ranking on {len(report.ranking.streams)} validation streams"
+    title = (
+        f"{experiment.scenario}: ranking on {len(report.ranking.streams)} streams on which no "
+        "checkpoint was chosen"
+    )
     table = Table(title=title, caption="differences with their 95 % intervals")
     for column in head:
         table.add_column(column, justify="left" if column == head[0] else "right")

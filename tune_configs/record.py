@@ -69,11 +69,15 @@ class Finished:
         trials = {trial.label: trial for trial in self.trials}
         measures = sweep.problem.measures(sweep.scenario)
         shown = [measure for measure in measures if measure.key in sweep.problem.headline]
-        heads = ("trial or rule", "env steps", "CPU s", self.score.heading, f"against {self.rule}")
+        spending = ("env steps", "checkpoint", "CPU s")
+        heads = ("trial or rule", *spending, self.score.heading, f"against {self.rule}")
         lines = [[*heads, *(one.heading for one in shown)]]
         for row in self.rows:
             trial = trials.get(str(row["policy"]))
-            spent = (f"{trial.env_steps:,}", f"{trial.cpu_s or 0:.0f}") if trial else ("-", "-")
+            spent = ("-", "-", "-")
+            if trial is not None:
+                chosen = f"{trial.checkpoint_env_steps:,}" if trial.learned else "start"
+                spent = (f"{trial.env_steps:,}", chosen, f"{trial.cpu_s or 0:.0f}")
             gain = "{:+.3g} [{:+.3g}, {:+.3g}]".format(*(row[k] for k in self.score.delta_keys))
             numbers = f"{row[SCORE_KEY]:.4g}", "the rule" if row["policy"] == self.rule else gain
             levels = (level(row, one) for one in shown)
@@ -117,7 +121,7 @@ class Finished:
         return "\n\n".join([
             f"{len(self.trials)} trials ({algorithms}) learned {self.sweep.problem.name} on "
             f"`{self.sweep.scenario.name}`. They are ranked beside {num_rules} rules on "
-            f"{len(streams)} validation streams.",
+            f"{len(streams)} streams on which no checkpoint was chosen.",
             self.verdict,
             "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *body]),
             f"Next: `{self.next_command}`",
@@ -194,7 +198,7 @@ def draw_figures(finished: Finished) -> dict[str, Figure]:
 def _draw_learning(finished: Finished, credit: str) -> Figure:
     sweep = finished.sweep
     runs = mlflow_log.trial_runs(sweep.client, sweep.run_id)
-    rule = finished.metrics["eval/rule_score"]
+    rule = finished.report.rule_scores[finished.rule]
     panels: dict[str, dict[str, list[list[tuple[float, float]]]]] = {}
     risen = above = 0
     for trial in finished.trials:

@@ -5,6 +5,7 @@ A sweep is over one problem. A chain has one sweep per problem, under one parent
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +17,12 @@ import ray
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
-from ray.tune import Result, ResultGrid, Tuner
+from ray.tune import Checkpoint, Result, ResultGrid, Tuner
 from ray.tune.logger import JsonLoggerCallback
 
 from tokenyard import registry
 from tokenyard.artifact import model_name
+from tokenyard.evaluation import SCORE as SCORE_KEY
 from tokenyard.evaluation import Comparison, Map, rank
 from tokenyard.problem import AnyProblem, Row, Scenario, TrainedPolicy
 from tokenyard.promotion import PromotionVerdict, judge_candidate, rivals
@@ -40,7 +42,10 @@ from tune_configs.tuner import (
 )
 
 VALIDATION_SEED = 0
-"""The same for all trials of all sweeps, so that their curves can be compared."""
+"""Of the streams on which trials choose their checkpoint: the same for all trials of all sweeps, so
+that their curves can be compared."""
+RANKING_SEED = 2**20
+"""Of the streams on which finished trials are ranked: no checkpoint was chosen on them."""
 _JOINING_S = 600.0
 """Time in which machines of a cloud are rented, installed, and join."""
 REFERENCE_TAG = "tokenyard.experiment"
@@ -99,7 +104,15 @@ class FinishedTrial:
     cpu_s: float | None
     """CPU time of learning; None: the trainable does not tell."""
     artifact: TrainedPolicy
-    """Exported by the checkpoint with the best score in training."""
+    """Exported by the checkpoint with the best score on the trial's own validation streams, which
+    may be the policy that training began with."""
+    checkpoint_env_steps: int = 0
+    """Environment steps up to that checkpoint; 0: nothing that was learned beats the start."""
+
+    @property
+    def learned(self) -> bool:
+        """Whether a checkpoint beats the start."""
+        return self.checkpoint_env_steps > 0
 
     def described(self) -> dict[str, Any]:
         """The trial's part of a result row."""
@@ -109,6 +122,8 @@ class FinishedTrial:
             "seed": self.config["seed"],
             "reward_weights": self.config["reward_weights"],
             "env_steps": self.env_steps,
+            "checkpoint_env_steps": self.checkpoint_env_steps,
+            "learned": self.learned,
             "wall_s": self.wall_s,
             "cpu_s": self.cpu_s,
             "sha256": self.artifact.sha256,
@@ -129,6 +144,8 @@ class Report:
     """What the gate found of it."""
     passed_over: Sequence[str]
     """Labels of trials with a better score, which lose at the gate."""
+    rule_scores: Mapping[str, float]
+    """Of the rules, on the streams on which trials chose their checkpoints, by name."""
 
 
 @dataclass(frozen=True)
@@ -306,8 +323,7 @@ def _read(result: Result, load: Callable[[Path], TrainedPolicy], taken: set[str]
     assert metrics is not None
     assert config is not None
     trial_id, label = metrics["trial_id"], trial_label(config)
-    checkpoint = result.get_best_checkpoint(SCORE, "max") or result.checkpoint
-    assert checkpoint is not None, "a finished trial saves at its end"
+    checkpoint, chosen = _best_checkpoint(result)
     with checkpoint.as_directory() as folder:
         artifact = load(Path(folder) / ARTIFACT_FILE)
     return FinishedTrial(
@@ -318,25 +334,33 @@ def _read(result: Result, load: Callable[[Path], TrainedPolicy], taken: set[str]
         wall_s=float(metrics["time_total_s"]),
         cpu_s=metrics.get("system/cpu_s"),
         artifact=artifact,
+        checkpoint_env_steps=int(chosen[ENV_STEPS]),
     )
+
+
+def _best_checkpoint(result: Result) -> tuple[Checkpoint, Mapping[str, Any]]:
+    """The kept checkpoint with the best score, and its metrics; without any score, the last one."""
+    kept = result.best_checkpoints or []
+    scored = [(one, told) for one, told in kept if math.isfinite(told.get(SCORE, math.nan))]
+    if scored:
+        return max(scored, key=lambda pair: float(pair[1][SCORE]))
+    assert result.checkpoint is not None, "a finished trial saves at its end"
+    return result.checkpoint, result.metrics or {}
 
 
 def judge(sweep: Sweep, trials: list[FinishedTrial], mapped: Map = map) -> Report:
     """Rank the trials on validation streams, and evaluate the best on fresh ones.
 
-    Trials and rules are ranked on the streams on which trials validate themselves in training, so
-    that a learning curve ends where the ranking puts it. The gate looks at other loads as well, so
-    the best of the ranking may lose there. The evaluation, and promotion after it, use other
-    streams, on which nothing was chosen.
+    Trials and rules are ranked on other streams than those on which each trial chose its
+    checkpoint. The gate looks at other loads as well, so the best of the ranking may lose there.
+    The evaluation, and promotion after it, use other streams again, on which nothing was chosen.
     """
     experiment, problem, scenario = sweep.experiment, sweep.problem, sweep.scenario
     rules = {name: problem.candidate(scenario, name).run for name in experiment.baselines}
     policies = {trial.label: problem.trained(trial.artifact) for trial in trials}
-    validation = problem.streams(
-        scenario, "validation", problem.num_validation_streams, VALIDATION_SEED
-    )
-    baseline = experiment.baseline
-    ranking = rank(problem, scenario, policies | rules, baseline, validation, sweep.seed, mapped)
+    num_streams, baseline = problem.num_validation_streams, experiment.baseline
+    unseen = problem.streams(scenario, "validation", num_streams, RANKING_SEED)
+    ranking = rank(problem, scenario, policies | rules, baseline, unseen, sweep.seed, mapped)
     by_label = {trial.label: trial for trial in trials}
     ranked = [by_label[str(row["policy"])] for row in ranking.rows if row["policy"] in by_label]
     best, gate, passed_over = _first_to_pass(
@@ -345,7 +369,10 @@ def judge(sweep: Sweep, trials: list[FinishedTrial], mapped: Map = map) -> Repor
     finalists = {best.label: policies[best.label], baseline: rules[baseline]}
     fresh = problem.streams(scenario, "evaluation", experiment.evaluation_streams, sweep.seed)
     evaluation = rank(problem, scenario, finalists, baseline, fresh, sweep.seed, mapped)
-    return Report(ranking, evaluation, best, gate, passed_over)
+    seen = problem.streams(scenario, "validation", num_streams, VALIDATION_SEED)
+    of_rules = rank(problem, scenario, rules, baseline, seen, sweep.seed, mapped).rows
+    rule_scores = {str(row["policy"]): float(row[SCORE_KEY]) for row in of_rules}
+    return Report(ranking, evaluation, best, gate, passed_over, rule_scores)
 
 
 def _first_to_pass(

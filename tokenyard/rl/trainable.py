@@ -78,6 +78,9 @@ class TrialConfig(TrainingSettings):
 class PolicyTrainable(tune.Trainable):
     """Trains one policy of `problem` and scores it on validation streams.
 
+    The first result, at 0 environment steps, is of the policy that training begins with. So where
+    no later checkpoint scores better, the trial's best policy is its start.
+
     Every result holds `timesteps_total` (environment steps) and, under a prefix each, what the
     validation found (`eval/`, with `eval/score`: higher is better, whatever the reward), what the
     learner says of itself (`train/`), and what it took (`system/`): `system/cpu_s` is the CPU time
@@ -126,9 +129,21 @@ class PolicyTrainable(tune.Trainable):
         started_cpu_s = time.process_time()
         self._training = trial.make_training(scenario)
         self._cpu_s = time.process_time() - started_cpu_s
+        self._start_is_scored = False
 
     def step(self) -> dict[str, float]:
-        """Train one iteration; score the policy."""
+        """Train one iteration, except the first time; score the policy."""
+        learned = self._train() if self._start_is_scored else {}
+        self._start_is_scored = True
+        self._validated = self._validate(self._training.artifact({}, {}))
+        return {
+            **learned,
+            **{f"eval/{key}": value for key, value in self._validated.items()},
+            "timesteps_total": self._training.env_steps,
+            "system/cpu_s": self._cpu_s,
+        }
+
+    def _train(self) -> dict[str, float]:
         steps_before, started = self._training.env_steps, time.perf_counter()
         own_before_s, actors_before_s = time.process_time(), self._training.actors_cpu_s
         learned = self._training.step()
@@ -136,15 +151,10 @@ class PolicyTrainable(tune.Trainable):
         # An actor that was replaced meanwhile has begun anew.
         actors_s = max(self._training.actors_cpu_s - actors_before_s, 0.0)
         self._cpu_s += time.process_time() - own_before_s + actors_s
-        self._validated = self._validate(self._training.artifact({}, {}))
-        env_steps = self._training.env_steps
         return {
             **{f"train/{key}": value for key, value in learned.items()},
-            **{f"eval/{key}": value for key, value in self._validated.items()},
-            "timesteps_total": env_steps,
-            "system/env_steps_per_s": (env_steps - steps_before) / training_s,
+            "system/env_steps_per_s": (self._training.env_steps - steps_before) / training_s,
             "system/training_s": training_s,
-            "system/cpu_s": self._cpu_s,
         }
 
     def artifact(self) -> TrainedPolicy:
@@ -167,6 +177,7 @@ class PolicyTrainable(tune.Trainable):
         """Go on from a checkpoint."""
         folder = Path(checkpoint_dir)
         self._training.restore(folder)
+        self._start_is_scored = True
         self._cpu_s += json.loads((folder / _SPENT_FILE).read_text(encoding="utf-8"))["cpu_s"]
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:

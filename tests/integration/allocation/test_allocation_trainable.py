@@ -32,7 +32,9 @@ def a_trial(algorithm, scenario, **changes):
         "iterations": 2,
         "seed": 3,
     }
-    return AllocationTrial({**config, **changes})
+    trial = AllocationTrial({**config, **changes})
+    assert trial.step()["timesteps_total"] == 0
+    return trial
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "a2c", "dqn"])

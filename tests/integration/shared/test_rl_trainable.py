@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def a_trial(algorithm, **changes):
+    """A trial that has scored its start."""
     config = {
         "algorithm": algorithm,
         "scenario": "poisson_085",
@@ -26,7 +27,27 @@ def a_trial(algorithm, **changes):
         "validation_streams": 1,
         "seed": 3,
     }
-    return RoutingTrial({**config, **changes})
+    trial = RoutingTrial({**config, **changes})
+    trial.step()
+    return trial
+
+
+@pytest.mark.parametrize("algorithm", ["a2c", "policy_search"])
+def test_the_first_result_is_of_the_policy_that_training_begins_with(algorithm, tmp_path):
+    trial = RoutingTrial(
+        {"algorithm": algorithm, "scenario": "poisson_085", "env_steps": 6000, "num_envs": 32,
+         "validation_streams": 1}
+    )  # fmt: skip
+    begun = trial.artifact().sha256
+    result = trial.step()
+    trial.save_checkpoint(str(tmp_path))
+    after, ended = trial.step(), trial.artifact().sha256
+    trial.stop()
+    assert result["timesteps_total"] == 0 < after["timesteps_total"]
+    assert np.isfinite(result["eval/score"])
+    saved = PolicyArtifact.load(tmp_path / ARTIFACT_FILE)
+    assert saved.metrics["score"] == result["eval/score"]
+    assert begun != ended
 
 
 @pytest.mark.smoke
@@ -86,6 +107,7 @@ def test_a_trial_becomes_another_without_a_new_process():
     trial.step()
     config = {**trial.config, "algorithm": "a2c", "seed": 9}
     assert trial.reset_config(config)
+    assert trial.step()["timesteps_total"] == 0
     reused = trial.step()["timesteps_total"], trial.artifact()
     trial.stop()
 

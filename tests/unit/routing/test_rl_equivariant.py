@@ -13,7 +13,7 @@ from ray.rllib.env.single_agent_episode import SingleAgentEpisode
 from ray.rllib.utils.replay_buffers.episode_replay_buffer import EpisodeReplayBuffer
 from scipy.special import log_softmax
 
-from tokenyard.rl.routing.equivariant import LAYOUT, EquivariantActorCritic
+from tokenyard.rl.routing.equivariant import EXPLORED_SLOS, LAYOUT, EquivariantActorCritic
 from tokenyard.rl.routing.export import export_policy
 from tokenyard.rl.routing.training import build_config, equivariant
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy
@@ -239,6 +239,26 @@ def test_exploration_never_leaves_the_routable_replicas(algorithm):
     assert set(actions.tolist()) == {1, 3}
 
 
+def test_dqn_explores_only_what_is_nearly_as_good_as_the_best():
+    dqn = replace(equivariant().algorithms["dqn"], epsilon=(1.0, 1.0))
+    module = a_module("dqn", 4, recipe=replace(equivariant(), algorithms={"dqn": dqn}))
+    batch = {Columns.OBS: torch.from_numpy(np.stack([with_flags(4, 1.0, s) for s in range(200)]))}
+    q = module.compute_q_values(batch)["qf_preds"].detach()
+    actions = module.forward_exploration(batch, t=0)[Columns.ACTIONS]
+    behind = q.max(-1).values - q.gather(1, actions[:, None]).squeeze(1)
+    assert float(behind.max()) <= EXPLORED_SLOS * module.residual_scale
+    assert (actions != q.argmax(-1)).any()
+
+
+def test_dqn_without_a_correction_pays_nothing_for_it():
+    module = a_module("dqn", 4)
+    seen = torch.from_numpy(np.stack([with_flags(4, [1, 0, 1, 1], seed) for seed in range(9)]))
+    assert (module.corrections(seen)[:, 1] == 0.0).all()
+    torch.testing.assert_close(module.corrections(seen).sum(-1), torch.zeros(9))
+    torch.nn.init.zeros_(module.af.network[-1].weight)
+    assert not module.corrections(seen).any()
+
+
 def test_where_no_replica_is_routable_all_are_chosen_from():
     module = disturb(a_module("ppo", 3))
     none, all_of_them = (preferences(module, with_flags(3, flag))[0] for flag in (0.0, 1.0))
@@ -259,8 +279,7 @@ def test_an_update_with_replicas_that_are_not_routable_is_finite_and_moves_the_s
     scorer = "af" if algorithm == "dqn" else "scorer"
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert f"{scorer}.network.0.weight" in moved
-    # Q-learning tells replicas apart too dimly to move the rule itself.
-    assert (f"{scorer}.rule_weights" in moved) == (algorithm != "dqn")
+    assert f"{scorer}.rule_weights" not in moved
     # The same moments for every replica, of those that take requests.
     assert float(module.normaliser.replica.count) == 2 * float(module.normaliser.request.count)
 

@@ -73,6 +73,9 @@ COPIES_PER_STREAM = "copies_per_stream"
 CENTRE_REWARDS = "centre_rewards"
 """Key of `learner_config_dict`: whether the mean of all rewards so far is subtracted from each, so
 that the critic need not learn it (Naik et al. 2024, arXiv:2405.09999); for tasks without end."""
+SHRINKAGE = "shrinkage"
+"""Key of `learner_config_dict`: weight of the squared correction of a rule in DQN's loss, so that
+the rule is corrected only where many transitions agree (ridge regression)."""
 TRIED = "tried"
 """Column of which actions were tried."""
 SMALLEST_SPREAD = 1e-4
@@ -225,12 +228,14 @@ class ColumnarLearner(TorchLearner):
 class _OnPolicyColumns(ColumnarLearner):
     """Rollouts to batches with advantages, for learners with a critic."""
 
-    standardise: bool
-    """Whether advantages are standardised over the batch."""
-
     @property
     def _copies_per_stream(self) -> int:
         return int(self.config.env_config.get(COPIES_PER_STREAM, 1))
+
+    @property
+    def _standardises(self) -> bool:
+        """Whether advantages are standardised over the batch."""
+        return True
 
     def batch_of(self, sampled: Sequence[Rollout], module: Any) -> Batch:
         """Show the normaliser what was seen, then estimate advantages of all steps at once."""
@@ -242,7 +247,7 @@ class _OnPolicyColumns(ColumnarLearner):
         module.observe(torch.from_numpy(np.concatenate(seen)))
         parts = [self._rows(rollout, module) for rollout in sampled]
         batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        if self.standardise:
+        if self._standardises:
             advantages = batch[Postprocessing.ADVANTAGES]
             spread = advantages.std(correction=0).clamp_min(SMALLEST_SPREAD)
             batch[Postprocessing.ADVANTAGES] = (advantages - advantages.mean()) / spread
@@ -282,8 +287,6 @@ def _tensor(array: Any) -> Tensor:
 
 class PPOColumnarLearner(_OnPolicyColumns, PPOTorchLearner):
     """PPO (Schulman et al. 2017, arXiv:1707.06347v2, equations 7 to 9), as RLlib computes it."""
-
-    standardise = True
 
     def losses(self, batch: Batch, module: Any, report: bool) -> Losses:
         """Clipped surrogate, clipped value error, entropy and, if configured, KL term."""
@@ -396,7 +399,10 @@ class AllActionsPPOLearner(ColumnarLearner, PPOTorchLearner):
 class A2CColumnarLearner(_OnPolicyColumns, A2CTorchLearner):
     """A2C as in `tokenyard.rl.columnar.a2c`: one step of RMSprop on one batch."""
 
-    standardise = False
+    @property
+    def _standardises(self) -> bool:
+        # What tells copies of a stream apart is small beside what the critic has yet to learn.
+        return self._copies_per_stream > 1
 
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
         """One RMSprop over actor and critic, computed for all parameters at once."""
@@ -472,6 +478,9 @@ class DQNColumnarLearner(ColumnarLearner, DQNTorchLearner):
         huber = config.td_error_loss_fn == "huber"
         error = nn.functional.huber_loss if huber else nn.functional.mse_loss
         loss = error(q, wanted)
+        if shrinkage := config.learner_config_dict.get(SHRINKAGE, 0.0):
+            corrections = module.corrections(batch[Columns.OBS])
+            loss = loss + shrinkage * (corrections**2).sum(-1).mean()
         if not report:
             return loss, {}
         with torch.no_grad():

@@ -3,9 +3,8 @@
 One small network scores every replica from its features, those of the request and their mean over
 all replicas; the critic is a sum over replicas of another such network. As in `modules`, the
 normaliser lives in buffers and the network is a correction of a rule. What the rule's costs are
-made from is in the observation, so its weights are learned beside the network: few numbers, of
-which little experience tells more. What is exported is of kind `corrected`
-(`tokenyard.routing.scores.residual`).
+made from is in the observation; the rule's weights are not learned. What is exported is of kind
+`corrected` (`tokenyard.routing.scores.residual`).
 
 Shapes: B batch, N replicas, F features of a replica.
 """
@@ -37,8 +36,8 @@ LAYOUT = Layout(shows_rule=True)
 """What is observed in training; a server computes the rule's costs itself."""
 RULE_WEIGHTS = "rule_weights"
 """Key of a module's `model_config`: the rule to begin with (`scores.linear.marginal_scores`)."""
-LEARNS_RULE = "learns_rule"
-"""Key of a module's `model_config`: whether the weights of that rule are learned."""
+EXPLORED_SLOS = 0.02
+"""DQN explores replicas whose cost is above the least by at most so many SLOs."""
 HIDDEN = "fcnet_hiddens"
 """Key of a module's `model_config`: widths of the hidden layers, as RLlib calls it."""
 
@@ -67,22 +66,21 @@ class KindNormaliser(nn.Module):
 class Scorer(nn.Module):
     """Preference for every replica: what a network adds, less the scaled cost of a rule."""
 
-    def __init__(
-        self, hidden: list[int], rule_weights: Sequence[float], scale: float, learns_rule: bool
-    ) -> None:
+    rule_weights: Tensor
+
+    def __init__(self, hidden: list[int], rule_weights: Sequence[float], scale: float) -> None:
         """Start at the rule of these weights, shape (NUM_MARGINAL_WEIGHTS,).
 
         Args:
             hidden: Widths of the network's hidden layers.
-            rule_weights: Of the rule.
+            rule_weights: Of the rule; they are not learned.
             scale: What an SLO of cost lowers a preference by.
-            learns_rule: Whether its weights are learned too, and not the network's alone.
         """
         super().__init__()
         self._scale = scale
         self.network = scalar_network(LAYOUT.num_inputs, hidden)
         shrink_last_layer(self.network)
-        self.rule_weights = nn.Parameter(torch.tensor(rule_weights), requires_grad=learns_rule)
+        self.register_buffer("rule_weights", torch.tensor(rule_weights))
 
     def forward(self, observed: Observed, normalised: Observed) -> Tensor:
         """Shape (B, N), minus infinity where not routable."""
@@ -115,8 +113,7 @@ class _EquivariantParts(Observes):
         self.normaliser = KindNormaliser()
         self.residual_scale = float(self.model_config[RESIDUAL_SCALE])
         given = self.model_config
-        weights = given[RULE_WEIGHTS]
-        return Scorer(given[HIDDEN], weights, self.residual_scale, given[LEARNS_RULE])
+        return Scorer(given[HIDDEN], given[RULE_WEIGHTS], self.residual_scale)
 
 
 class EquivariantActorCritic(_EquivariantParts, TorchRLModule, ValueFunctionAPI, InferenceOnlyAPI):
@@ -165,6 +162,26 @@ class EquivariantQNetwork(_EquivariantParts, DefaultDQNTorchRLModule):
     def policy(self) -> Scorer:
         """What decides."""
         return self.af
+
+    def corrections(self, observations: Tensor) -> Tensor:
+        """What the network adds to Q-values beyond its mean over replicas, shape (B, N)."""
+        observed = LAYOUT.split_observation(observations, torch)
+        added = self.policy.network(scorer_inputs(self.normaliser(observed), torch)).squeeze(-1)
+        added = added.masked_fill(~observed.routable, 0.0)
+        mean = added.sum(-1, keepdim=True) / observed.routable.sum(-1, keepdim=True)
+        found: Tensor = (added - mean).masked_fill(~observed.routable, 0.0)
+        return found
+
+    def _forward_exploration(self, batch: dict[str, Any], t: int) -> dict[str, Any]:
+        """Epsilon-greedy among replicas that are nearly as good as the best."""
+        q = self.compute_q_values(batch)[QF_PREDS]
+        self.epsilon_schedule.update(t)
+        epsilon = self.epsilon_schedule.get_current_value()
+        best, greedy = q.max(-1, keepdim=True)
+        near = (q >= best - EXPLORED_SLOS * self.residual_scale).float()
+        explored = torch.multinomial(near, num_samples=1).squeeze(1)
+        explores = torch.rand(len(q), device=q.device) < epsilon
+        return {Columns.ACTIONS: torch.where(explores, explored, greedy.squeeze(1))}
 
     def _qf_forward_helper(self, batch: dict[str, Any], encoder: Any, head: Any) -> dict[str, Any]:
         observed = LAYOUT.split_observation(batch[Columns.OBS], torch)
