@@ -13,6 +13,8 @@ import yaml
 from scripts import ROOT, call, load_script
 from unit.tiny_tokenizer import save_tiny_tokenizer
 
+import tune_configs.routing
+
 BENCHMARKS = ROOT / "benchmarks"
 FLEET = "azure_code_slo"
 HERE = [
@@ -145,6 +147,19 @@ def test_ppo_and_search_are_compared_run_by_run(own_ray, monkeypatch, tmp_path, 
     for cell in ("poisson_085", "local_cpu"):
         less = summary[cell, "ppo"]["score"] - summary[cell, "policy_search"]["score"]
         assert summary[cell, "ppo"]["delta_score_to_search"] == pytest.approx(less)
+
+
+def test_the_last_policy_of_a_sweeps_trial_is_compared_with_its_first(
+    own_ray, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    small = tune_configs.routing.smoke()
+    monkeypatch.setattr("tune_configs.routing.default", lambda: small)
+    short = ["--sweep", "ppo", "--seeds", "2", "--streams", "2", "--json", tmp_path / "rows.json"]
+    call(load_script("benchmarks/ppo_and_search.py"), *short)
+    rows = rows_of(tmp_path / "rows.json", {"cell", "algorithm", "reward_weights", "env_steps"})
+    assert [row["seed"] for row in rows] == [0, 1]
+    assert all("delta_cost_s_ci_low" in row and "start_p99_response_s" in row for row in rows)
 
 
 @pytest.mark.integration

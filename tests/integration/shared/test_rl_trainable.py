@@ -46,7 +46,7 @@ def test_the_first_result_is_of_the_policy_that_training_begins_with(algorithm, 
     assert result["timesteps_total"] == 0 < after["timesteps_total"]
     assert np.isfinite(result["eval/score"])
     saved = PolicyArtifact.load(tmp_path / ARTIFACT_FILE)
-    assert saved.metrics["score"] == result["eval/score"]
+    assert saved.metadata.metrics["score"] == result["eval/score"]
     assert begun != ended
 
 
@@ -164,7 +164,7 @@ def test_remote_runners_and_evaluation_work_as_in_any_rllib_algorithm():
         )
     finally:
         algorithm.stop()
-    assert result["env_runners"]["num_env_steps_sampled"] == 1024
+    assert result["env_runners"]["num_env_steps_sampled"] == 2048
     assert result["env_runners"]["episode_len_mean"] == 30
     assert result["evaluation"]["env_runners"]["num_episodes"] == 2
     assert {"policy_loss", "vf_loss", "entropy"} <= result["learners"]["default_policy"].keys()

@@ -325,6 +325,8 @@ def _settings(own: AlgorithmRecipe, train_steps: int) -> dict[str, Any]:
 
 def _ppo(own: AlgorithmRecipe, batch_size: int, train_steps: int) -> AlgorithmConfig:
     settings = {"train_batch_size_per_learner": batch_size, **_settings(own, train_steps)}
+    if settings.get("minibatch_size") is not None:
+        settings["minibatch_size"] = min(settings["minibatch_size"], batch_size)
     return ppo_config(**settings)
 
 
