@@ -1,7 +1,7 @@
 """Rows of `evaluate.py`, decisions of shipped policies, the HTTP schema and help are as recorded.
 
-A difference that is meant is recorded with `python tests/golden/record.py --write`, and the commit
-says why.
+A difference that is meant is recorded with `PYTHONPATH=.:tests python tests/golden/record.py
+--write`, and the commit says why.
 """
 
 import pytest

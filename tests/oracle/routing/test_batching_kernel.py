@@ -175,7 +175,7 @@ def test_looking_ahead_takes_the_replica_where_the_slow_engine_finds_least_delay
             delay = after[:-1].sum() - finishes(which, held).sum()
             costs.append(after[-1] + others_weight * delay)
         costs = [math.inf if math.isnan(cost) else cost for cost in costs]
-        chosen = sim.best_ahead(0, others_weight)
+        chosen = sim.view().best_ahead(others_weight)
         # Infinite where none takes it.
         assert costs[chosen] == min(costs) or costs[chosen] < min(costs) + 1e-6
         # Wherever it goes, the next must be looked at from there.

@@ -95,7 +95,7 @@ def is_rule(name: str) -> bool:
     rule = RuleName.parse(name)
     if rule.order is not None:
         return is_placement(rule.placement) and is_order(rule.order)
-    return is_placement(rule.placement) and rule.base != IN_ORDER
+    return is_placement(rule.placement) and rule.placement.base != IN_ORDER
 
 
 def is_placement(placement: Term) -> bool:

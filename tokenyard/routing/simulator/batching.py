@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -393,25 +393,25 @@ class BatchingSim:
         return self.arrays.clock[:, lay.PLACED].astype(np.int64)
 
 
-class BatchingView:
+class BatchingView(NamedTuple):
     """One copy of a simulator: what a policy may see of it now, and what became of its requests."""
 
-    def __init__(self, sim: BatchingSim, copy: int) -> None:
-        self._sim, self._copy = sim, copy
+    sim: BatchingSim
+    copy: int
 
     def current(self) -> int:
         """Index of the request that waits to be placed; -1: none is left."""
-        return int(self._sim.arrays.clock[self._copy, lay.CURRENT])
+        return int(self.sim.arrays.clock[self.copy, lay.CURRENT])
 
     def now_s(self) -> float:
         """Clock of one copy, seconds."""
-        return float(self._sim.arrays.clock[self._copy, lay.NOW_S])
+        return float(self.sim.arrays.clock[self.copy, lay.NOW_S])
 
     def request(self) -> Request:
         """The request that waits to be placed, as a policy may see it."""
-        row = self._sim.arrays.requests[self._copy, self.current()].tolist()
+        row = self.sim.arrays.requests[self.copy, self.current()].tolist()
         context = row[lay.CONTEXT]
-        tenant, tenant_share = self._sim.tenants[int(row[lay.TENANT])]
+        tenant, tenant_share = self.sim.tenants[int(row[lay.TENANT])]
         return Request(
             arrival_s=row[lay.ARRIVAL_S],
             context_tokens=int(context),
@@ -424,7 +424,7 @@ class BatchingView:
 
     def _of_session(self) -> dict[str, Any]:
         """What a request tells of its session."""
-        turns = self._sim.arrays.turns[self._copy]
+        turns = self.sim.arrays.turns[self.copy]
         if not len(turns):
             return {}
         row = turns[self.current()]
@@ -432,7 +432,7 @@ class BatchingView:
 
     def offered(self) -> list[int]:
         """Replicas that the router believes to take requests; all, where it knows of none."""
-        routable = self._sim.arrays.tables[self._copy, :, observation.ROUTABLE].tolist()
+        routable = self.sim.arrays.tables[self.copy, :, observation.ROUTABLE].tolist()
         return [i for i, told in enumerate(routable) if told] or [*range(len(routable))]
 
     def snapshots(self, block_tokens: int = 0) -> TableSnapshots:
@@ -441,17 +441,17 @@ class BatchingView:
         Args:
             block_tokens: Count the prompts in flight in blocks of so many tokens; 0: do not count.
         """
-        offered, table = self.offered(), self._sim.arrays.tables[self._copy]
+        offered, table = self.offered(), self.sim.arrays.tables[self.copy]
         blocks = self._prompt_blocks(block_tokens) if block_tokens else None
         return TableSnapshots(
-            self._sim.names, table, offered, self.now_s(), True, block_tokens, blocks
+            self.sim.names, table, offered, self.now_s(), True, block_tokens, blocks
         )
 
     def _prompt_blocks(self, block_tokens: int) -> FloatArray:
         """Blocks of the prompts in flight at every replica, shape (num_servers,)."""
-        blocks = np.empty(self._sim.scenario.num_servers)
-        marks = np.zeros(self._sim.arrays.links.shape[3], dtype=np.int64)
-        prompt_blocks(self._sim.arrays, self._copy, float(block_tokens), marks, blocks)
+        blocks = np.empty(self.sim.scenario.num_servers)
+        marks = np.zeros(self.sim.arrays.links.shape[3], dtype=np.int64)
+        prompt_blocks(self.sim.arrays, self.copy, float(block_tokens), marks, blocks)
         return blocks
 
     def queue(self, replica: int) -> WaitingQueue:
@@ -460,8 +460,8 @@ class BatchingView:
         A router knows of its own requests which have not got a token; that the prompt of one is
         being computed already, it is assumed to know.
         """
-        rules, requests = self._sim.arrays.rules, self._sim.arrays.requests[self._copy]
-        row = self._sim.arrays.state[self._copy, replica, int(rules[lay.RING_AT]) :]
+        rules, requests = self.sim.arrays.rules, self.sim.arrays.requests[self.copy]
+        row = self.sim.arrays.state[self.copy, replica, int(rules[lay.RING_AT]) :]
         places = int(row[0]) + np.arange(int(row[1]))
         ring = row[2:].reshape(-1, lay.WAITING_FIELDS)
         waiting = ring[places % len(ring)]
@@ -479,15 +479,15 @@ class BatchingView:
         The cost is the request's own finish plus `others_weight` times the delay of all others,
         as if nothing more came.
         """
-        return int(kernel.best_ahead(self._sim.arrays, self._copy, others_weight))
+        return int(kernel.best_ahead(self.sim.arrays, self.copy, others_weight))
 
     def outcomes(self) -> BatchingOutcomes:
         """What became of one copy's requests, in order of arrival."""
         requests, outcome = (
-            self._sim.arrays.requests[self._copy],
-            self._sim.arrays.outcomes[self._copy],
+            self.sim.arrays.requests[self.copy],
+            self.sim.arrays.outcomes[self.copy],
         )
-        if self._sim.arrays.pending.shape[1]:
+        if self.sim.arrays.pending.shape[1]:
             order = np.lexsort((outcome[:, lay.SUBMITTED], requests[:, lay.ARRIVAL_S]))
             requests, outcome = requests[order], outcome[order]
         finish_s = outcome[:, lay.FINISH_S]
@@ -515,17 +515,17 @@ class BatchingView:
             wasted_tokens=outcome[:, lay.GENERATED] - np.where(done, output, 0.0),
             kv_seen=outcome[:, lay.KV_SEEN].copy(),
             gave_up=outcome[:, lay.GAVE_UP].astype(np.int64),
-            latency_counts=self._sim.arrays.latencies[self._copy].copy(),
+            latency_counts=self.sim.arrays.latencies[self.copy].copy(),
             energy_j=self._energy_j(finish_s),
         )
 
     def _energy_j(self, finish_s: FloatArray) -> float:
-        arrays = self._sim.arrays
-        first_s = float(arrays.requests[self._copy, 0, lay.ARRIVAL_S])
+        arrays = self.sim.arrays
+        first_s = float(arrays.requests[self.copy, 0, lay.ARRIVAL_S])
         end_s = float(np.nanmax(finish_s, initial=first_s))
-        up_s = _up_s(arrays.events[self._copy], self._sim.scenario.num_servers, first_s, end_s)
-        idle_j = up_s @ arrays.replica_params[self._copy, :, lay.IDLE_W]
-        return float(idle_j + arrays.state[self._copy, :, lay.BUSY_J].sum())
+        up_s = _up_s(arrays.events[self.copy], self.sim.scenario.num_servers, first_s, end_s)
+        idle_j = up_s @ arrays.replica_params[self.copy, :, lay.IDLE_W]
+        return float(idle_j + arrays.state[self.copy, :, lay.BUSY_J].sum())
 
 
 def _up_s(events: FloatArray, num_replicas: int, first_s: float, end_s: float) -> FloatArray:

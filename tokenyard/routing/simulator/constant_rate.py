@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -312,56 +313,54 @@ class ClusterSim:
         return self.clock[:, kernel.INDEX].astype(np.int64)
 
 
-class ClusterView:
+class ClusterView(NamedTuple):
     """One copy of a simulator: what a policy may see of it now, and what became of its requests."""
 
-    def __init__(self, sim: ClusterSim, copy: int) -> None:
-        self._sim, self._copy = sim, copy
+    sim: ClusterSim
+    copy: int
 
     def current(self) -> int:
         """Index of the request that waits to be placed; -1: none is left."""
-        index = int(self._sim.clock[self._copy, kernel.INDEX])
-        return index if index < self._sim.requests.shape[1] else -1
+        index = int(self.sim.clock[self.copy, kernel.INDEX])
+        return index if index < self.sim.requests.shape[1] else -1
 
     def offered(self) -> Sequence[int]:
         """Servers that `snapshots` shows: all."""
-        return range(self._sim.scenario.num_servers)
+        return range(self.sim.scenario.num_servers)
 
     def now_s(self) -> float:
         """Clock of one copy, seconds."""
-        return float(self._sim.clock[self._copy, kernel.NOW_S])
+        return float(self.sim.clock[self.copy, kernel.NOW_S])
 
     def request(self) -> Request:
         """The request that waits to be placed, as a policy may see it."""
-        row = self._sim.requests[
-            self._copy, int(self._sim.clock[self._copy, kernel.INDEX])
-        ].tolist()
+        row = self.sim.requests[self.copy, int(self.sim.clock[self.copy, kernel.INDEX])].tolist()
         return Request(
             arrival_s=row[kernel.ARRIVAL_S],
             context_tokens=int(row[kernel.CONTEXT]),
             predicted_total_tokens=row[kernel.PREDICTED_TOTAL],
-            due_s=self._sim.scenario.slo_response_s,
+            due_s=self.sim.scenario.slo_response_s,
         )
 
     def snapshots(self, block_tokens: int = 0) -> Sequence[ReplicaSnapshot]:
         """What a policy may know of one copy's servers now; they have no blocks to count."""
-        offered, table = self.offered(), self._sim.tables[self._copy]
-        return TableSnapshots(self._sim.names, table, offered, self.now_s(), False)
+        offered, table = self.offered(), self.sim.tables[self.copy]
+        return TableSnapshots(self.sim.names, table, offered, self.now_s(), False)
 
     def queue(self, server: int) -> WaitingQueue:
         """What waits at a server of one copy, in the order in which it will start."""
-        row = self._sim.state[self._copy, server]
-        ring = row[kernel.STATE + 5 * _max_running(self._sim.scenario) :]
+        row = self.sim.state[self.copy, server]
+        ring = row[kernel.STATE + 5 * _max_running(self.sim.scenario) :]
         places = int(row[kernel.HEAD]) + np.arange(int(row[kernel.WAITING]))
         which = ring[places % len(ring)].astype(np.int64)
         return WaitingQueue(
-            order_keys_s=self._sim.outcome_table[self._copy, which, kernel.ORDER_KEY_S],
-            tokens=self._sim.requests[self._copy, which, kernel.PREDICTED_TOTAL],
+            order_keys_s=self.sim.outcome_table[self.copy, which, kernel.ORDER_KEY_S],
+            tokens=self.sim.requests[self.copy, which, kernel.PREDICTED_TOTAL],
         )
 
     def outcomes(self) -> Outcomes:
         """What became of one copy's requests."""
-        requests, outcome = self._sim.requests[self._copy], self._sim.outcome_table[self._copy]
+        requests, outcome = self.sim.requests[self.copy], self.sim.outcome_table[self.copy]
         return Outcomes(
             arrival_s=requests[:, kernel.ARRIVAL_S].copy(),
             context_tokens=requests[:, kernel.CONTEXT].copy(),
