@@ -131,6 +131,7 @@ def draw_trade_off(
     title = f"{on_front} of {len(kinds)} trials are on the Pareto front"
     figure = new_figure(4.6, credit, title)
     axes = new_axes(figure.subplots(), _axis(x), _axis(y))
+    axes.ticklabel_format(useOffset=False)
     # The step stays where nothing is better than the front.
     across, up = best[np.argsort(best[:, 0])].T
     style = "steps-pre" if x.more_is_better else "steps-post"

@@ -26,7 +26,7 @@ _FIRST_STREAMS, _FINALISTS = 2, 5
 _WAIT_WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0)
 _OTHERS_WEIGHTS = (0.25, 0.5, 1.0, 2.0, 3.0, 5.0)
 """Weights of the wait and of others' delays that the descent from the best rule tries."""
-_COORDINATES, _MOST_SWEEPS = (0, 1, 2, 3, 4), 2
+_COORDINATES, _MOST_SWEEPS = (0, 1, 2, 3, 4), 3
 """What the descent changes, one after the other, and how often (`Replay._neighbours`)."""
 _COMPARED = 20
 """Rules that `Replay.choice` tries on all streams."""
