@@ -41,9 +41,9 @@ class Progress(ProgressReporter):
             if trial.is_finished() and trial.trial_id not in self._ended:
                 self._ended.add(trial.trial_id)
                 name, state, *cells = self._cells(trial)
-                told = ", ".join(map(" ".join, zip(_COLUMNS[2:], cells, strict=True)))
-                told = f"{len(self._ended)} of {self._num_trials} {state}: {name}: {told}"
-                console.print(told, soft_wrap=True, highlight=False)
+                facts = ", ".join(map(" ".join, zip(_COLUMNS[2:], cells, strict=True)))
+                line = f"{len(self._ended)} of {self._num_trials} {state}: {name}: {facts}"
+                console.print(line, soft_wrap=True, highlight=False)
 
     def _draw(self, trials: list[Trial], done: bool, console: Console) -> None:
         ended = sum(trial.is_finished() for trial in trials)
@@ -51,7 +51,9 @@ class Progress(ProgressReporter):
         for column in _COLUMNS:
             table.add_column(column, justify="left" if column in _COLUMNS[:2] else "right")
         # Where the terminal is too low, the last ones are cut off.
-        for trial in sorted(trials, key=lambda one: (one.status != Trial.RUNNING, -_steps(one))):
+        for trial in sorted(
+            trials, key=lambda trial: (trial.status != Trial.RUNNING, -_steps(trial))
+        ):
             table.add_row(*self._cells(trial))
         if self._live is None:
             self._live = Live(console=console)

@@ -71,7 +71,7 @@ class Finished:
         shown = [measure for measure in measures if measure.key in sweep.problem.headline]
         spending = ("env steps", "checkpoint", "CPU s")
         heads = ("trial or rule", *spending, self.score.heading, f"against {self.rule}")
-        lines = [[*heads, *(one.heading for one in shown)]]
+        lines = [[*heads, *(measure.heading for measure in shown)]]
         for row in self.rows:
             trial = trials.get(str(row["policy"]))
             spent = ("-", "-", "-")
@@ -80,7 +80,7 @@ class Finished:
                 spent = (f"{trial.env_steps:,}", chosen, f"{trial.cpu_s or 0:.0f}")
             gain = "{:+.3g} [{:+.3g}, {:+.3g}]".format(*(row[k] for k in self.score.delta_keys))
             numbers = f"{row[SCORE_KEY]:.4g}", "the rule" if row["policy"] == self.rule else gain
-            levels = (level(row, one) for one in shown)
+            levels = (level(row, measure) for measure in shown)
             lines.append([str(row["policy"]), *spent, *numbers, *levels])
         return lines
 
@@ -97,7 +97,7 @@ class Finished:
             "eval/gain_ci_low": low,
             "eval/gain_ci_high": high,
             "eval/trials_above_rule": sum(
-                float(rows[one.label]["gain_score"]) > 0 for one in self.trials
+                float(rows[trial.label]["gain_score"]) > 0 for trial in self.trials
             ),
             "system/wall_s": sum(trial.wall_s for trial in self.trials),
             "system/cpu_s": sum(trial.cpu_s or 0.0 for trial in self.trials),
@@ -143,26 +143,30 @@ def record(finished: Finished, command: str) -> None:
         note += f"\n\n![{name}](get-artifact?path=figures/{name}.png&run_uuid={run_id})"
     client.log_dict(run_id, _provenance(command, sweep.seed), "provenance.json")
     client.log_dict(run_id, _described(sweep), "experiment.json")
-    told = {"best_trial": report.best.label, "verdict": outcome.sentence, MLFLOW_RUN_NOTE: note}
+    tags = {"best_trial": report.best.label, "verdict": outcome.sentence, MLFLOW_RUN_NOTE: note}
     if report.passed_over:
-        told["passed_over"] = ", ".join(report.passed_over)
-    mlflow_log.set_tags(client, run_id, told | _registered(outcome))
+        tags["passed_over"] = ", ".join(report.passed_over)
+    mlflow_log.set_tags(client, run_id, tags | _registered(outcome))
     mlflow_log.log_metrics(client, run_id, finished.metrics)
 
 
 def record_chain(chain: Chain, finished: Sequence[Finished], command: str) -> None:
     """Put note, verdict and metrics of each problem onto the parent run of a chain."""
     note = ["One sweep per problem:"]
-    for one in finished:
-        outcome, page = one.outcome, mlflow_log.run_page(chain.client, one.sweep.run_id)
-        note.append(f"- [{outcome.problem} on {one.sweep.scenario.name}]({page}): {one.verdict}")
-        told = {"verdict": outcome.sentence, **_registered(outcome)}
-        tags = {f"{outcome.problem}.{key}": value for key, value in told.items()}
+    for result in finished:
+        outcome, page = result.outcome, mlflow_log.run_page(chain.client, result.sweep.run_id)
+        note.append(
+            f"- [{outcome.problem} on {result.sweep.scenario.name}]({page}): {result.verdict}"
+        )
+        facts = {"verdict": outcome.sentence, **_registered(outcome)}
+        tags = {f"{outcome.problem}.{key}": value for key, value in facts.items()}
         mlflow_log.set_tags(chain.client, chain.run_id, tags)
-        named = {key.partition("/")[2]: value for key, value in one.metrics.items()}
+        named = {key.partition("/")[2]: value for key, value in result.metrics.items()}
         metrics = {f"{outcome.problem}/{name}": value for name, value in named.items()}
         mlflow_log.log_metrics(chain.client, chain.run_id, metrics)
-    note += [f"Next: `{serve}`" for serve in dict.fromkeys(one.next_command for one in finished)]
+    note += [
+        f"Next: `{serve}`" for serve in dict.fromkeys(result.next_command for result in finished)
+    ]
     mlflow_log.set_tags(chain.client, chain.run_id, {MLFLOW_RUN_NOTE: "\n\n".join(note)})
     chain.client.log_dict(chain.run_id, _provenance(command, chain.seed), "provenance.json")
 

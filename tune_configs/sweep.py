@@ -341,7 +341,11 @@ def _read(result: Result, load: Callable[[Path], TrainedPolicy], taken: set[str]
 def _best_checkpoint(result: Result) -> tuple[Checkpoint, Mapping[str, Any]]:
     """The kept checkpoint with the best score, and its metrics; without any score, the last one."""
     kept = result.best_checkpoints or []
-    scored = [(one, told) for one, told in kept if math.isfinite(told.get(SCORE, math.nan))]
+    scored = [
+        (checkpoint, metrics)
+        for checkpoint, metrics in kept
+        if math.isfinite(metrics.get(SCORE, math.nan))
+    ]
     if scored:
         return max(scored, key=lambda pair: float(pair[1][SCORE]))
     assert result.checkpoint is not None, "a finished trial saves at its end"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,8 +28,8 @@ class _Bin:
     start_s: float
     num_finished: int = 0
     num_kept: int = 0
-    ttft_s: array[float] = field(default_factory=lambda: array("d"))
-    response_s: array[float] = field(default_factory=lambda: array("d"))
+    ttft_s: list[float] = field(default_factory=list)
+    response_s: list[float] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)
     """Requests by pool."""
     over: bool = False

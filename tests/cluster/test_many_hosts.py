@@ -429,6 +429,10 @@ def test_a_worker_that_dies_in_mid_replay_leaves_a_service_that_recovers(lab):
     lab.timed("lost_pool_back_s", killed_s)
 
 
+def test_from_ray_up_to_a_finished_sweep_it_takes_less_than_six_minutes(lab):
+    assert lab.times_s["ray_up_to_finished_sweep_s"] < 360
+
+
 def test_ray_down_leaves_no_process(lab):
     began_s = time.monotonic()
     lab.laptop("ray down -y cluster.yaml", timeout_s=400)
