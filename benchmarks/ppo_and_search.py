@@ -345,7 +345,8 @@ def _compare_with_starts(args: Args) -> None:
 
         table.add_row(
             *kind, f"{sum(cost <= 0.0 for cost in costs)} of {len(costs)}",
-            f"{over_seeds.estimate:+.2f}", f"[{over_seeds.low:+.2f}, {over_seeds.high:+.2f}]",
+            f"{over_seeds.estimate:+.2f}",
+            "-" if np.isnan(over_seeds.low) else f"[{over_seeds.low:+.2f}, {over_seeds.high:+.2f}]",
             f"{mean('delta_score'):+.2f}",
             f"{mean('delta_mean_response_s', 'start_mean_response_s'):+.2f}",
             f"{mean('delta_p99_response_s', 'start_p99_response_s'):+.2f}",
