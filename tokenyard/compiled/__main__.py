@@ -17,7 +17,6 @@ def main() -> None:
     """Compile everything."""
     tasks = (
         warm_up.compile_batching,
-        warm_up.compile_branching,
         warm_up.compile_regions,
         warm_up.compile_constant_rate,
         warm_up.compile_allocation,

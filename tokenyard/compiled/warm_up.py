@@ -19,18 +19,15 @@ from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import RegionFailure, load_regions
 from tokenyard.regions.simulator.run import run_regions
 from tokenyard.routing.bounds import clairvoyant
-from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies.delay import MarginalDelay, finish_times_s, mark_safe
 from tokenyard.routing.policies.in_order import MarginalInOrder
 from tokenyard.routing.policies.order import Ordered, ShortestJob
 from tokenyard.routing.prefix_index import PrefixIndex
-from tokenyard.routing.scenario import Scenario, load_scenario
+from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_streams import token_rows
-from tokenyard.routing.simulator.branching import BranchingConfig
 from tokenyard.routing.simulator.constant_rate import ClusterSim
-from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 from tokenyard.routing.snapshot_table import (
     NUM_LIVE,
@@ -55,11 +52,6 @@ def compile_batching() -> None:
     sim.view().best_ahead(1.0)
     sim.view().snapshots(1)
     _play(sim)
-
-
-def compile_branching() -> None:
-    """Choices tried out on replicas that batch."""
-    _branch(load_scenario("azure_code_mixed_gpus_085"))
 
 
 def _read_columns() -> None:
@@ -87,17 +79,6 @@ def compile_constant_rate() -> None:
     _play(sim)
     sim.run_delay_rule(1.0, -1)
     clairvoyant(scenario, token_rows(stream))
-    _branch(scenario)
-
-
-def _branch(scenario: Scenario) -> None:
-    """Try out choices of the linear policy."""
-    scenario = scenario.model_copy(update={"requests_per_stream": _NUM_REQUESTS})
-    stream = StreamSource(scenario).sample(_NUM_REQUESTS, stream_rng(0, "training"))
-    servers = server_model(scenario)
-    branching = servers.branching(scenario, 1.0)
-    weights = np.zeros(NUM_MARGINAL_WEIGHTS + servers.num_slo_weights)
-    branching.sample(weights, stream, BranchingConfig(horizon=2))
 
 
 def _play(sim: ClusterSim | BatchingSim) -> None:

@@ -13,8 +13,6 @@ import yaml
 from scripts import ROOT, call, load_script
 from unit.tiny_tokenizer import save_tiny_tokenizer
 
-import tune_configs.routing
-
 BENCHMARKS = ROOT / "benchmarks"
 FLEET = "azure_code_slo"
 HERE = [
@@ -62,7 +60,7 @@ WITH_A_RAY = [
 OTHERS = {
     "fresh_seeds.py",
     "gateway_throughput.py",
-    "ppo_and_search.py",
+    "learned_gain.py",
     "rival_parity.py",
     "recovery.py",
     "soak.py",
@@ -128,38 +126,19 @@ def test_a_benchmark_with_a_ray_of_its_own_writes_them_too(
     run(command, keys, tmp_path / "rows.json")
 
 
-def test_ppo_and_search_are_compared_run_by_run(own_ray, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("RAY_worker_niceness", "0")
-    script, path = load_script("benchmarks/ppo_and_search.py"), tmp_path / "rows.json"
-    small = ["--scenario", "poisson_085", "local_cpu", "--budget-cpu-s", "0.3", "--seeds", "1"]
-    small += ["--checkpoints", "2", "--validation-streams", "1", "--streams", "5", "--json", path]
-    call(script, *small, "--trainers", "policy_search")
-    call(script, *small, "--trainers", "policy_search", "ppo", "ppo_after_search")
-    result = json.loads(path.read_text(encoding="utf-8"))
-    keys = {"cpu_s", "env_steps", "score", "mean_response_s", "p99_response_s"}
-    keys |= {"slo_violation_fraction", "delta_score_to_rule", "delta_p99_fraction_to_rule"}
-    assert all(keys <= set(row) for row in result["rows"])
-    assert all(row["cpu_s"] >= 0.3 for row in result["rows"])
-    # What the file had already was not run again.
-    runs = [(row["cell"], row["trainer"]) for row in result["rows"]]
-    assert len(runs) == len(set(runs)) == 6
-    summary = {(row["cell"], row["trainer"]): row for row in result["cells"]}
-    for cell in ("poisson_085", "local_cpu"):
-        less = summary[cell, "ppo"]["score"] - summary[cell, "policy_search"]["score"]
-        assert summary[cell, "ppo"]["delta_score_to_search"] == pytest.approx(less)
-
-
-def test_the_last_policy_of_a_sweeps_trial_is_compared_with_its_first(
-    own_ray, monkeypatch, tmp_path
+@pytest.mark.parametrize("beside", ["start", "sed"])
+def test_the_last_policy_of_a_trial_is_compared_with_its_start_or_a_rule(
+    beside, own_ray, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("RAY_worker_niceness", "0")
-    small = tune_configs.routing.smoke()
-    monkeypatch.setattr("tune_configs.routing.default", lambda: small)
-    short = ["--sweep", "ppo", "--seeds", "2", "--streams", "2", "--json", tmp_path / "rows.json"]
-    call(load_script("benchmarks/ppo_and_search.py"), *short)
-    rows = rows_of(tmp_path / "rows.json", {"cell", "algorithm", "reward_weights", "env_steps"})
+    path = tmp_path / "rows.json"
+    short = ["--experiment", "smoke", "--beside", beside, "--seeds", "2", "--streams", "5"]
+    call(load_script("benchmarks/learned_gain.py"), *short, "--json", path)
+    rows = rows_of(path, {"cell", "algorithm", "reward_weights", "env_steps"})
     assert [row["seed"] for row in rows] == [0, 1]
-    assert all("delta_cost_s_ci_low" in row and "start_p99_response_s" in row for row in rows)
+    assert all("delta_cost_s_ci_low" in row and "baseline_p99_response_s" in row for row in rows)
+    if beside == "sed":
+        assert rows[0]["baseline_cost_s"] == rows[1]["baseline_cost_s"]
 
 
 @pytest.mark.integration

@@ -10,8 +10,6 @@ from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_kernel import layout as lay
-from tokenyard.routing.simulator.branching import BranchingConfig
-from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
 
 
@@ -121,12 +119,3 @@ def test_bounds_that_look_at_replicas_play_closed_streams_however_short(bound):
     (run,) = PROBLEM.candidate(scenario, bound).run(scenario, streams, 1)
     assert not np.isnan(run.outcomes.response_s).any()
     assert (np.diff(run.outcomes.arrival_s) >= 0).all()
-
-
-def test_futures_of_closed_clients_are_not_played():
-    """They would ask at other times than in the stream that is compared with."""
-    scenario = load_scenario("code_generation@equal")
-    stream = StreamSource(scenario).sample(50, np.random.default_rng(1))
-    branching = server_model(scenario).branching(scenario, 1000.0)
-    with pytest.raises(ValueError, match="wait for answers"):
-        branching.sample(np.zeros(branching.num_features), stream, BranchingConfig())

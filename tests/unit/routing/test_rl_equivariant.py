@@ -17,7 +17,7 @@ from tokenyard.rl.routing.equivariant import EXPLORED_SLOS, LAYOUT, EquivariantA
 from tokenyard.rl.routing.export import export_policy
 from tokenyard.rl.routing.training import build_config, equivariant
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy
-from tokenyard.routing.equivariant import rule_costs
+from tokenyard.routing.equivariant import rule_costs, scorer_inputs
 from tokenyard.routing.observation import (
     NUM_MARGINAL_WEIGHTS,
     NUM_REQUEST_FEATURES,
@@ -251,10 +251,20 @@ def test_dqn_explores_only_what_is_nearly_as_good_as_the_best(monkeypatch):
 def test_dqn_without_a_correction_pays_nothing_for_it():
     module = a_module("dqn", 4)
     seen = torch.from_numpy(np.stack([with_flags(4, [1, 0, 1, 1], seed) for seed in range(9)]))
-    assert (module.corrections(seen)[:, 1] == 0.0).all()
-    torch.testing.assert_close(module.corrections(seen).sum(-1), torch.zeros(9))
+    batch = {Columns.OBS: seen}
+
+    def corrections():
+        return module.corrections(seen, module.compute_q_values(batch)["qf_preds"])
+
+    added = module.af.network(
+        scorer_inputs(module.normaliser(LAYOUT.split_observation(seen, torch)), torch)
+    ).squeeze(-1)[:, [0, 2, 3]]
+    torch.testing.assert_close(
+        corrections()[:, [0, 2, 3]], added - added.mean(-1, keepdim=True), rtol=1e-4, atol=1e-5
+    )
+    assert (corrections()[:, 1] == 0.0).all()
     torch.nn.init.zeros_(module.af.network[-1].weight)
-    assert not module.corrections(seen).any()
+    torch.testing.assert_close(corrections(), torch.zeros(9, 4), rtol=0.0, atol=1e-5)
 
 
 def test_where_no_replica_is_routable_all_are_chosen_from():

@@ -1,7 +1,5 @@
 """Recipes say what is trained; wrong ones are refused in words."""
 
-from dataclasses import replace
-
 import pytest
 
 from envs.routing import RoutingEnvConfig
@@ -45,10 +43,11 @@ def test_wrong_names_are_refused_with_the_right_ones():
         build_config("sac", equivariant(), "unused", {})
 
 
-def test_an_equivariant_network_without_a_rule_is_refused():
-    ppo = replace(equivariant().algorithms["ppo"], residual_scale=0.0)
-    with pytest.raises(ValueError, match="residual_scale must be above 0"):
-        build_config("ppo", replace(equivariant(), algorithms={"ppo": ppo}), "unused", {})
+def test_from_scratch_there_is_no_rule_and_no_order():
+    recipe = equivariant().from_scratch()
+    assert not recipe.orders
+    assert all(own.residual_scale == own.shrinkage == 0.0 for own in recipe.algorithms.values())
+    assert recipe.algorithms["dqn"].epsilon[0] == 1.0
 
 
 @pytest.mark.parametrize("scenario", ["churn", "poisson_085"])

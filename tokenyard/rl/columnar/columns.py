@@ -68,33 +68,6 @@ class Transitions:
         return len(self)
 
 
-@dataclass(frozen=True)
-class TriedActions:
-    """Decisions at which several actions were tried, each to its end.
-
-    It stands where RLlib has a list of episodes, as `Rollout` does.
-    """
-
-    observations: Floats
-    """Shape (num, ...)."""
-    tried: BoolArray
-    """Which actions were tried, shape (num, num_actions)."""
-    costs: Floats
-    """What each costs beyond one of them; 0 where it was not tried, shape (num, num_actions)."""
-    num_steps: int
-    """Steps that were done in all copies."""
-    weights_seq_no: int
-    """Which weights decided: the learner's count of updates."""
-
-    def __len__(self) -> int:
-        """Steps that were done."""
-        return self.num_steps
-
-    def env_steps(self) -> int:
-        """Steps that were done, under RLlib's name."""
-        return self.num_steps
-
-
 def generalised_advantages(
     rollout: Rollout, values: Floats, gamma: float, lambda_: float
 ) -> Floats:

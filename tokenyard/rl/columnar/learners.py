@@ -56,12 +56,10 @@ from tokenyard.rl.columnar.actions import actions_of
 from tokenyard.rl.columnar.columns import (
     Rollout,
     Transitions,
-    TriedActions,
     beyond_others,
     generalised_advantages,
     minibatches,
 )
-from tokenyard.rl.columnar.natural_gradient import NaturalGradient, fisher_matrix
 
 Batch = dict[str, Tensor]
 """Columns by RLlib's names, one row per step."""
@@ -76,8 +74,6 @@ that the critic need not learn it (Naik et al. 2024, arXiv:2405.09999); for task
 SHRINKAGE = "shrinkage"
 """Key of `learner_config_dict`: weight of the squared correction of a rule in DQN's loss, so that
 the rule is corrected only where many transitions agree (ridge regression)."""
-TRIED = "tried"
-"""Column of which actions were tried."""
 SMALLEST_SPREAD = 1e-4
 """Advantages that hardly differ are not blown up when they are standardised (as in RLlib)."""
 
@@ -143,7 +139,7 @@ class ColumnarLearner(TorchLearner):
     ) -> Any:
         """Run `num_epochs` epochs over what was sampled; RLlib's update for anything else."""
         sampled = episodes if training_data is None else training_data.episodes
-        if not sampled or not isinstance(sampled[0], Rollout | Transitions | TriedActions):
+        if not sampled or not isinstance(sampled[0], Rollout | Transitions):
             return super().update(
                 *args,
                 training_data=training_data,
@@ -337,65 +333,6 @@ class PPOColumnarLearner(_OnPolicyColumns, PPOTorchLearner):
             }
 
 
-class AllActionsPPOLearner(ColumnarLearner, PPOTorchLearner):
-    """PPO where it is known what all actions at a decision cost, and so needs no critic.
-
-    The surrogate's expectation over actions is taken exactly, not from one that was drawn (Ciosek
-    and Whiteson 2018, arXiv:1706.05374). An advantage is what an action saves beyond the policy's
-    mean. Actions that were not tried have the probability 0.
-
-    Its module has one parameter and `logit_gradients`, and is moved by `NaturalGradient`.
-    """
-
-    def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
-        """Natural gradient, at the learning rate of the configuration."""
-        params = self.get_parameters(self._module[module_id])
-        self._natural = NaturalGradient(params)
-        self.register_optimizer(
-            module_id=module_id,
-            optimizer=self._natural,
-            params=params,
-            lr_or_lr_schedule=config.lr,
-        )
-
-    def batch_of(self, sampled: Sequence[TriedActions], module: Any) -> Batch:
-        """Probabilities before the update, and the advantages of all actions in units of theirs."""
-        observations, tried, costs = (
-            torch.cat([_tensor(getattr(one, name)) for one in sampled]).to(self._device)
-            for name in ("observations", "tried", "costs")
-        )
-        batch = {Columns.OBS: observations, TRIED: tried}
-        with torch.no_grad():
-            before = self._probabilities(batch, module)
-            self._natural.see(fisher_matrix(before, module.logit_gradients(observations)))
-            advantages = (before * costs).sum(-1, keepdim=True) - costs
-            spread = (before * advantages**2).sum(-1).mean().sqrt().clamp_min(SMALLEST_SPREAD)
-        return {
-            **batch,
-            Columns.ACTION_PROB: before,
-            Postprocessing.ADVANTAGES: torch.where(tried, advantages / spread, 0.0),
-        }
-
-    def losses(self, batch: Batch, module: Any, report: bool) -> Losses:
-        """The clipped surrogate, summed over actions."""
-        before, advantages = batch[Columns.ACTION_PROB], batch[Postprocessing.ADVANTAGES]
-        now = self._probabilities(batch, module)
-        # Where one was next to 0, a quotient would be no number.
-        ratio = now / before.clamp_min(torch.finfo(before.dtype).tiny)
-        clip = self.config.clip_param
-        surrogate = torch.min(advantages * ratio, advantages * ratio.clamp(1 - clip, 1 + clip))
-        loss = -(before * surrogate).sum(-1).mean()
-        if not report:
-            return loss, {}
-        with torch.no_grad():
-            entropy = torch.special.entr(now).sum(-1).mean()
-            return loss, {POLICY_LOSS_KEY: loss.detach(), ENTROPY_KEY: entropy}
-
-    def _probabilities(self, batch: Batch, module: Any) -> Tensor:
-        logits = module._forward_train(batch)[Columns.ACTION_DIST_INPUTS]
-        return torch.softmax(logits.masked_fill(~batch[TRIED], -math.inf), -1)
-
-
 class A2CColumnarLearner(_OnPolicyColumns, A2CTorchLearner):
     """A2C as in `tokenyard.rl.columnar.a2c`: one step of RMSprop on one batch."""
 
@@ -479,7 +416,7 @@ class DQNColumnarLearner(ColumnarLearner, DQNTorchLearner):
         error = nn.functional.huber_loss if huber else nn.functional.mse_loss
         loss = error(q, wanted)
         if shrinkage := config.learner_config_dict.get(SHRINKAGE, 0.0):
-            corrections = module.corrections(batch[Columns.OBS])
+            corrections = module.corrections(batch[Columns.OBS], output[QF_PREDS])
             loss = loss + shrinkage * (corrections**2).sum(-1).mean()
         if not report:
             return loss, {}

@@ -37,7 +37,8 @@ LAYOUT = Layout(shows_rule=True)
 RULE_WEIGHTS = "rule_weights"
 """Key of a module's `model_config`: the rule to begin with (`scores.linear.marginal_scores`)."""
 EXPLORED_SLOS = 0.02
-"""DQN explores replicas whose cost is above the least by at most so many SLOs."""
+"""DQN explores replicas whose cost is above the least by at most so many SLOs; all without a rule.
+"""
 HIDDEN = "fcnet_hiddens"
 """Key of a module's `model_config`: widths of the hidden layers, as RLlib calls it."""
 
@@ -74,7 +75,7 @@ class Scorer(nn.Module):
         Args:
             hidden: Widths of the network's hidden layers.
             rule_weights: Of the rule; they are not learned.
-            scale: What an SLO of cost lowers a preference by.
+            scale: What an SLO of cost lowers a preference by; 0: the rule says nothing.
         """
         super().__init__()
         self._scale = scale
@@ -84,9 +85,10 @@ class Scorer(nn.Module):
 
     def forward(self, observed: Observed, normalised: Observed) -> Tensor:
         """Shape (B, N), minus infinity where not routable."""
-        added = self.network(scorer_inputs(normalised, torch)).squeeze(-1)
-        costs = rule_costs(observed.rule, self.rule_weights, torch)
-        preferences: Tensor = added - self._scale * costs
+        preferences: Tensor = self.network(scorer_inputs(normalised, torch)).squeeze(-1)
+        if self._scale:
+            costs = rule_costs(observed.rule, self.rule_weights, torch)
+            preferences = preferences - self._scale * costs
         return preferences.masked_fill(~observed.routable, -torch.inf)
 
 
@@ -163,23 +165,32 @@ class EquivariantQNetwork(_EquivariantParts, DefaultDQNTorchRLModule):
         """What decides."""
         return self.af
 
-    def corrections(self, observations: Tensor) -> Tensor:
-        """What the network adds to Q-values beyond its mean over replicas, shape (B, N)."""
+    def corrections(self, observations: Tensor, q: Tensor) -> Tensor:
+        """What the network adds to the rule's Q-values beyond its mean over replicas.
+
+        Args:
+            observations: Shape (B, size).
+            q: Q-values that were found for them, shape (B, N).
+
+        Returns:
+            Shape (B, N); 0 where not routable.
+        """
         observed = LAYOUT.split_observation(observations, torch)
-        added = self.policy.network(scorer_inputs(self.normaliser(observed), torch)).squeeze(-1)
-        added = added.masked_fill(~observed.routable, 0.0)
+        costs = rule_costs(observed.rule, self.policy.rule_weights, torch)
+        added = (q + self.residual_scale * costs).masked_fill(~observed.routable, 0.0)
         mean = added.sum(-1, keepdim=True) / observed.routable.sum(-1, keepdim=True)
         found: Tensor = (added - mean).masked_fill(~observed.routable, 0.0)
         return found
 
     def _forward_exploration(self, batch: dict[str, Any], t: int) -> dict[str, Any]:
-        """Epsilon-greedy among replicas that are nearly as good as the best."""
+        """Epsilon-greedy; where there is a rule, among replicas nearly as good as the best."""
         q = self.compute_q_values(batch)[QF_PREDS]
         self.epsilon_schedule.update(t)
         epsilon = self.epsilon_schedule.get_current_value()
         best, greedy = q.max(-1, keepdim=True)
-        near = (q >= best - EXPLORED_SLOS * self.residual_scale).float()
-        explored = torch.multinomial(near, num_samples=1).squeeze(1)
+        margin = EXPLORED_SLOS * self.residual_scale or torch.inf
+        near = (q >= best - margin) & q.isfinite()
+        explored = torch.multinomial(near.float(), num_samples=1).squeeze(1)
         explores = torch.rand(len(q), device=q.device) < epsilon
         return {Columns.ACTIONS: torch.where(explores, explored, greedy.squeeze(1))}
 

@@ -18,15 +18,19 @@ from tokenyard.rl.modules import (
     weights_of,
 )
 from tokenyard.rl.routing.equivariant import EquivariantActorCritic, EquivariantQNetwork
-from tokenyard.rl.routing.linear import LinearActor
 from tokenyard.routing.artifact import PolicyArtifact, feature_scaling, length_predictor
 from tokenyard.routing.metadata import ArtifactMetadata
+from tokenyard.routing.observation import NUM_MARGINAL_FEATURES, NUM_SCORE_POWERS
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSource
 from tokenyard.types import FloatArray
 
+NO_COST = np.zeros((NUM_SCORE_POWERS, NUM_MARGINAL_FEATURES))
+"""Weights of a rule that finds no cost anywhere: they take the plain delay off again."""
+NO_COST[0, 1:5] = -1.0
+
 Equivariant = EquivariantActorCritic | EquivariantQNetwork
-RouterModule = RouterActorCritic | RouterQNetwork | Equivariant | LinearActor
+RouterModule = RouterActorCritic | RouterQNetwork | Equivariant
 """A module that can be exported."""
 
 
@@ -42,7 +46,7 @@ def export_policy(
     """Export a greedy policy.
 
     A network over the paper's observation is of kind `mlp`, one that corrects a rule of kind
-    `corrected`, and weights alone are of the kind that policy search exports.
+    `corrected`.
 
     Args:
         module: The learner's module.
@@ -54,10 +58,7 @@ def export_policy(
     """
     scenario = source.scenario
     of_the_kind: dict[str, Any]
-    if isinstance(module, LinearActor):
-        of_the_kind = {"kind": "marginal"}
-        arrays = {"weights": module.all_weights}
-    elif isinstance(module, Equivariant):
+    if isinstance(module, Equivariant):
         of_the_kind = {"kind": "corrected", "activation": "tanh"}
         arrays = _correction_arrays(module)
     else:
@@ -86,10 +87,13 @@ def _correction_arrays(module: Equivariant) -> dict[str, FloatArray]:
     scorer = module.policy
     *hidden, (weight, bias) = weights_of(linear_layers(scorer.network))
     # A corrected policy takes the network's output off costs in SLOs, not off scaled ones.
-    last = (weight / module.residual_scale, bias / module.residual_scale)
+    scale = module.residual_scale or 1.0
+    last = (weight / scale, bias / scale)
     arrays = moment_arrays(module.normaliser.request, "request_")
     arrays |= moment_arrays(module.normaliser.replica, "replica_")
     arrays["weights"] = scorer.rule_weights.detach().cpu().numpy().astype(np.float64)
+    if not module.residual_scale:
+        arrays["weights"] = NO_COST.ravel()
     return arrays | layer_arrays([*hidden, last])
 
 

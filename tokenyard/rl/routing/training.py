@@ -4,16 +4,13 @@
 Inference Systems", section V; what it leaves open is Stable-Baselines3's default, the library it
 names. `equivariant` is what was found to work, on servers and on replicas that batch: the response
 time credited at the decision, a network that scores any number of replicas alike, as a correction
-of what a search has found, and copies of the environment that share their traffic. `linear` learns
-the weights that policy search searches, from all choices at close decisions, which are tried to
-their end. `linear_fleet` is that for replicas that batch: futures
-there are noisier, do not meet again and take longer, so they are shorter, and fewer to a batch.
+of what a search has found, and copies of the environment that share their traffic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
@@ -25,7 +22,6 @@ from tokenyard.rl.columnar.learners import (
     CENTRE_REWARDS,
     COPIES_PER_STREAM,
     SHRINKAGE,
-    AllActionsPPOLearner,
 )
 from tokenyard.rl.columnar.sampling import DEFAULT_SETTINGS, TrainingSettings, with_sampling
 from tokenyard.rl.modules import (
@@ -39,12 +35,10 @@ from tokenyard.rl.routing.equivariant import (
     EquivariantActorCritic,
     EquivariantQNetwork,
 )
-from tokenyard.rl.routing.linear import BRANCHING, BranchingEnvRunner, LinearActor
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scenario import RewardWeights
 from tokenyard.routing.scores.order import FIRST_COME
-from tokenyard.routing.simulator.branching import BranchingConfig
 
 MARGINAL_DELAY = (0.0,) * NUM_MARGINAL_WEIGHTS
 """Weights of the plain rule of least marginal delay (`scores.linear.marginal_scores`)."""
@@ -73,8 +67,8 @@ class AlgorithmRecipe:
     """Settings for `AlgorithmConfig.training`."""
     reward: RewardWeights = PAPER_REWARD
     residual_scale: float = 0.0
-    """What an SLO of the rule's cost lowers the output by; a flat network has no rule. For PPO and
-    A2C in logits, for DQN in units of the scaled reward."""
+    """What an SLO of the rule's cost lowers the output by; 0: there is no rule. For PPO and A2C in
+    logits, for DQN in units of the scaled reward."""
     anneal: bool = False
     """Whether the learning rate falls to a tenth over the training."""
     shrinkage: float = 0.0
@@ -95,13 +89,10 @@ class Recipe:
     num_envs: int
     """Copies of the environment that one env runner steps at once."""
     algorithms: Mapping[str, AlgorithmRecipe]
-    network: Literal["flat", "equivariant", "linear"] = "flat"
-    """`flat` reads what the paper's agents see, tied to number and order of servers; `linear`
-    has no network, and learns the weights of the linear policy from `branching` (PPO)."""
+    network: Literal["flat", "equivariant"] = "flat"
+    """`flat` reads what the paper's agents see, tied to number and order of servers."""
     hidden: tuple[int, ...] = (128, 128)
     """Widths of the networks' hidden layers."""
-    branching: BranchingConfig | None = None
-    """How choices are tried out, in `num_envs` streams a training batch; None: rewards tell."""
     copies_per_stream: int = 1
     """Copies that share their traffic and are compared with each other (PPO and A2C)."""
     centre_rewards: bool = False
@@ -112,6 +103,17 @@ class Recipe:
     """Requests of an episode; None: the scenario's."""
     randomisation: Randomisation = field(default_factory=Randomisation)
     """How one training stream and its fleet differ from the next."""
+
+    def from_scratch(self) -> Recipe:
+        """The recipe without a rule to correct: random weights, first come, first served.
+
+        DQN then explores all replicas, and its outputs are not held back.
+        """
+        algorithms = {
+            name: replace(own, residual_scale=0.0, shrinkage=0.0, epsilon=(1.0, 0.05))
+            for name, own in self.algorithms.items()
+        }
+        return replace(self, algorithms=algorithms, orders=False)
 
     def for_slo(self, slo_s: float) -> Recipe:
         """The recipe for a scenario with this response-time SLO, seconds."""
@@ -182,36 +184,9 @@ def equivariant() -> Recipe:
     )
 
 
-def linear() -> Recipe:
-    """The weights that policy search searches, by gradients; the score is what is paid."""
-    ppo = {
-        "lr": 4.0, "num_epochs": 3, "minibatch_size": None, "use_critic": False, "clip_param": 0.3,
-    }  # fmt: skip
-    return Recipe(
-        reward_scale=1.0,
-        num_envs=8,
-        # No environment is stepped, so there are no fragments.
-        algorithms={"ppo": AlgorithmRecipe(1, ppo, residual_scale=30.0, anneal=True)},
-        network="linear",
-        hidden=(),
-        branching=BranchingConfig(),
-    )
-
-
-def linear_fleet() -> Recipe:
-    """`linear` for replicas that batch, SLO terms included: more noise, so smaller steps."""
-    base = linear()
-    ppo = base.algorithms["ppo"]
-    ppo = replace(ppo, training={**ppo.training, "lr": 0.2})
-    longer = BranchingConfig(every=8, horizon=120, tail_weight=4.0)
-    return replace(base, num_envs=2, algorithms={"ppo": ppo}, branching=longer)
-
-
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "paper": paper,
     "equivariant": equivariant,
-    "linear": linear,
-    "linear_fleet": linear_fleet,
 }
 
 
@@ -245,18 +220,16 @@ def build_config(
         env_config: What the environment is made from; reward, length of an episode,
             randomisation and copies of a stream are the recipe's.
         settings: For how long, on what, and by whose code.
-        rule_weights: Of the rule that an equivariant network or a linear policy begins with.
+        rule_weights: Of the rule that an equivariant network begins with.
         order: Weights of the order in which requests wait, which is not learned.
 
     Raises:
-        ValueError: Unknown algorithm, or a network that corrects a rule of no weight.
+        ValueError: Unknown algorithm.
     """
     if algorithm not in recipe.algorithms:
         known = sorted(recipe.algorithms)
         raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {known}")
     own = recipe.algorithms[algorithm]
-    if recipe.network == "equivariant" and not own.residual_scale:
-        raise ValueError("an equivariant network corrects a rule: residual_scale must be above 0")
     batch_size = recipe.num_envs * own.fragment_steps * max(settings.num_env_runners, 1)
     config = _BUILDERS[algorithm](own, batch_size, settings.env_steps)
     config = config.rl_module(rl_module_spec=_module(algorithm, recipe, rule_weights)).environment(
@@ -274,19 +247,13 @@ def build_config(
     config = config.learners(
         learner_config_dict={CENTRE_REWARDS: recipe.centre_rewards, SHRINKAGE: own.shrinkage}
     )
-    config = with_sampling(
+    return with_sampling(
         config,
         algorithm,
         settings,
         num_envs=recipe.num_envs,
         fragment_steps=own.fragment_steps,
         normalise=recipe.network == "equivariant",
-    )
-    if recipe.branching is None:
-        return config
-    config.env_config[BRANCHING] = asdict(recipe.branching)
-    return config.learners(learner_class=AllActionsPPOLearner).env_runners(
-        env_runner_cls=BranchingEnvRunner
     )
 
 
@@ -306,14 +273,12 @@ def _module(algorithm: str, recipe: Recipe, rule_weights: Sequence[float]) -> RL
     }
     critic, q_network = _MODULES[recipe.network]
     module = q_network if algorithm == "dqn" else critic
-    assert module is not None, "a recipe without a Q-network has no DQN"
     return module_spec(module, recipe.hidden, **extra)
 
 
-_MODULES: dict[str, tuple[type[Any], type[Any] | None]] = {
+_MODULES: dict[str, tuple[type[Any], type[Any]]] = {
     "flat": (RouterActorCritic, RouterQNetwork),
     "equivariant": (EquivariantActorCritic, EquivariantQNetwork),
-    "linear": (LinearActor, None),
 }
 
 
@@ -325,8 +290,7 @@ def _settings(own: AlgorithmRecipe, train_steps: int) -> dict[str, Any]:
 
 def _ppo(own: AlgorithmRecipe, batch_size: int, train_steps: int) -> AlgorithmConfig:
     settings = {"train_batch_size_per_learner": batch_size, **_settings(own, train_steps)}
-    if settings.get("minibatch_size") is not None:
-        settings["minibatch_size"] = min(settings["minibatch_size"], batch_size)
+    settings["minibatch_size"] = min(settings["minibatch_size"], batch_size)
     return ppo_config(**settings)
 
 

@@ -67,6 +67,10 @@ class RoutingTrialConfig(TrialConfig):
     place of the tuned rule. Their CPU time is the trial's own. None: for the recipe `equivariant`
     one per 15,000 `env_steps`, else none; a flat network has none."""
 
+    from_scratch: bool = False
+    """Whether networks begin at random weights in place of a rule, and place first come, first
+    served."""
+
     @property
     def num_generations(self) -> int:
         """Generations of a policy search, over which its noise fades."""
@@ -83,7 +87,7 @@ class RoutingTrialConfig(TrialConfig):
         Raises:
             ValueError: Unknown recipe or reward weights, or the recipe has no such algorithm.
         """
-        base = recipe(self.recipe)
+        base = self._recipe
         if self.algorithm not in base.algorithms:
             known = sorted(base.algorithms)
             raise ValueError(f"recipe {self.recipe!r} has no {self.algorithm!r}, only {known}")
@@ -135,7 +139,14 @@ class RoutingTrialConfig(TrialConfig):
         return RllibTraining(config, StreamSource(scenario), self.algorithm, adapted.reward_scale)
 
     @property
+    def _recipe(self) -> Recipe:
+        named = recipe(self.recipe)
+        return named.from_scratch() if self.from_scratch else named
+
+    @property
     def _warm_start(self) -> int:
+        if self.from_scratch:
+            return 0
         if self.warm_start_generations is not None:
             return self.warm_start_generations
         return self.env_steps // _STEPS_PER_GENERATION if self.recipe == "equivariant" else 0
@@ -148,18 +159,20 @@ class RoutingTrialConfig(TrialConfig):
 
     def _start(self, scenario: Scenario) -> str:
         """Rule that the trial begins with, or that its search does."""
-        base = recipe(self.recipe)
+        if self.from_scratch:
+            return "random weights"
+        base = self._recipe
         return "sed" if base.network == "flat" else best_start(scenario, base.orders)
 
     def _rule(self, scenario: Scenario) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Weights of the rule that a trial begins with, and of the order in which requests wait."""
-        base = recipe(self.recipe)
+        base = self._recipe
         config = started_at_best_rule(scenario, SearchConfig(), base.orders)
-        if base.network == "flat":
+        if base.network == "flat" or self.from_scratch:
             return MARGINAL_DELAY, config.order
         assert config.start is not None
         # A network corrects the rule without SLO terms.
-        start = config.start if base.network == "linear" else config.start[:NUM_MARGINAL_WEIGHTS]
+        start = config.start[:NUM_MARGINAL_WEIGHTS]
         if not self._warm_start:
             return start, config.order
         config = replace(

@@ -1,4 +1,4 @@
-"""Costs that are linear in their weights, which searches and PPO learn.
+"""Costs that are linear in their weights, which searches learn.
 
 Least marginal delay, corrected (`marginal_scores`). With q the wait, t the time to the first token
 after it, u the time of decoding, o what the others are delayed by (`request_delays`, in units of
@@ -222,50 +222,6 @@ def marginal_scores(
         if out[replica] < out[best]:
             best = replica
     return best
-
-
-@compiled
-def fill_cost_parts(
-    weights: FloatArray,
-    context_tokens: float,
-    output_tokens: float,
-    mean_total_tokens: float,
-    slo_s: float,
-    columns: FloatArray,
-    out: FloatArray,
-) -> None:
-    """Write what `marginal_scores` makes the cost of every replica from, for those who learn it.
-
-    Args:
-        weights: Limits of SLO terms count. This and the next five are those of `marginal_scores`.
-        context_tokens: Tokens.
-        output_tokens: Tokens.
-        mean_total_tokens: Tokens.
-        slo_s: Seconds.
-        columns: The table.
-        out: Filled with the plain delay and what every weight but the limits is multiplied by,
-            shape (num_replicas, 1 + NUM_MARGINAL_WEIGHTS), or with the SLO terms after them
-            (num_replicas, 1 + NUM_MARGINAL_WEIGHTS + NUM_SLO_PRICES).
-    """
-    size = (context_tokens + output_tokens) / mean_total_tokens
-    prices_slo = weights.shape[0] > NUM_MARGINAL_WEIGHTS
-    limits = slo_limits(weights) if prices_slo else _TYPICAL_LIMITS
-    for replica in range(columns.shape[0]):
-        row, parts = columns[replica], out[replica]
-        features = marginal_features(row, context_tokens, output_tokens, mean_total_tokens, slo_s)
-        _, wait, prefill, decode, others = features[:5]
-        risky, lateness = slo_terms(limits, wait, prefill, decode, output_tokens, size)
-        parts[0] = wait + prefill + decode + others
-        power = 1.0
-        for p in range(NUM_SCORE_POWERS):
-            at = 1 + p * NUM_MARGINAL_FEATURES
-            for i in range(NUM_MARGINAL_FEATURES):
-                parts[at + i] = power * features[i]
-            if prices_slo:
-                at = 1 + NUM_MARGINAL_WEIGHTS + p
-                parts[at] = power if risky else 0.0
-                parts[at + NUM_SCORE_POWERS] = power * lateness
-            power *= row[SPEED_RANK]
 
 
 @compiled

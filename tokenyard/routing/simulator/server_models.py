@@ -40,10 +40,8 @@ from tokenyard.routing.scores.order import (
 )
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching import BatchingSim
-from tokenyard.routing.simulator.batching_branching import BatchingBranching
 from tokenyard.routing.simulator.batching_streams import Stream, dispatch_s, encode_for_fleet
 from tokenyard.routing.simulator.constant_rate import ClusterSim
-from tokenyard.routing.simulator.constant_rate_branching import ConstantRateBranching
 from tokenyard.types import FloatArray
 from tokenyard.workload.trace import Trace
 
@@ -247,7 +245,6 @@ class ConstantRate(_Servers):
     """Servers that work through requests at a constant rate, one or several at a time."""
 
     simulator = ClusterSim
-    branching = ConstantRateBranching
     num_slo_weights = 0
     rules = ("sed", "sed_reserve", "sed_dump", "sed_linear", "sita", "weighted_least_connections")
     compiled_rules = ("sed", "sed_reserve", "sed_dump")
@@ -349,7 +346,6 @@ class Batching(_Servers):
     """A fleet of replicas that batch continuously (docs/engine.md)."""
 
     simulator = BatchingSim
-    branching = BatchingBranching
     num_slo_weights = NUM_SLO_WEIGHTS
     rules = (
         "sed", "sed_dump", DELAY, TUNED_DELAY, "weighted_least_connections",
