@@ -126,6 +126,27 @@ def serial() -> Experiment:
     )
 
 
+def from_scratch() -> Experiment:
+    """PPO, DQN and A2C from random weights, first come, first served, beside a rule by hand.
+
+    They are shown the speed, the wait and the load of every replica, and must find out themselves
+    what these are worth. The curves have the rule, shortest expected delay, as a line.
+    """
+    env_steps = {"dqn": 300_000, "ppo": 400_000, "a2c": 500_000}
+    trials = [
+        _trial(
+            algorithm=algorithm,
+            env_steps=env_steps[algorithm],
+            reward_weights="response_slo_tail",
+            scenario=SERVED,
+            from_scratch=True,
+        )
+        for algorithm in RLLIB_ALGORITHMS
+    ]
+    baselines = ("round_robin", "least_connections", "sed", "marginal_delay")
+    return replace(default(), trials=tuple(trials), baselines=baselines, baseline="sed")
+
+
 def paper() -> Experiment:
     """The paper's agents and hyper-parameters on its nominal load, five seeds (Table I)."""
     trials = [

@@ -252,6 +252,15 @@ def test_the_smallest_sweep_registers_a_network_for_any_number_of_replicas(run_s
     assert swept.metadata.kind in ("corrected", "marginal")
 
 
+def test_networks_of_random_weights_are_trained_beside_a_rule(run_sweep, tmp_path):
+    result_file = tmp_path / "scratch.json"
+    short = ["--budget", "0.002", "--json", result_file]
+    run_sweep(tmp_path, "routing:from_scratch", *short)
+    result = json.loads(result_file.read_text())
+    assert {row["algorithm"] for row in result["rows"]} == {"ppo", "a2c", "dqn"}
+    assert {"sed", "marginal_delay"} <= {rule["policy"] for rule in result["baselines"]}
+
+
 @pytest.mark.parametrize("resumed", [pytest.param(False, marks=pytest.mark.smoke), True])
 def test_a_sweep_on_an_fsspec_store_is_found_there_again(resumed, run_sweep, monkeypatch, tmp_path):
     # pyarrow does not know `local://`, so this takes the way of az:// or sftp://.

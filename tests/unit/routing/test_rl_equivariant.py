@@ -148,13 +148,18 @@ def test_costs_made_from_what_is_shown_are_those_of_the_rule():
         assert rule_costs(rule, weights, np) == pytest.approx(costs, rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("scenario", [MIXED, LOCAL, SERIAL])
+@pytest.mark.parametrize(
+    ("scenario", "recipe"),
+    [(MIXED, equivariant()), (LOCAL, equivariant()), (SERIAL, equivariant()),
+     (LOCAL, equivariant().from_scratch()), (SERIAL, equivariant().from_scratch())],
+    ids=["mixed", "local", "serial", "local_from_scratch", "serial_from_scratch"],
+)  # fmt: skip
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_trainer_and_server_pick_the_same_replica_on_the_same_snapshots(
-    algorithm, scenario, tmp_path
+    algorithm, scenario, recipe, tmp_path
 ):
     source, sim = a_run(scenario)
-    module = disturb(a_module(algorithm, source.scenario.num_servers))
+    module = disturb(a_module(algorithm, source.scenario.num_servers, recipe))
     export_policy(module, source, algorithm).save(tmp_path / "policy.npz")
     artifact = PolicyArtifact.load(tmp_path / "policy.npz")
     assert artifact.needs_engine == (source.scenario.fleet is not None)
@@ -162,7 +167,7 @@ def test_trainer_and_server_pick_the_same_replica_on_the_same_snapshots(
     for observation in driven_at_random(sim):
         trained = below_best(preferences(module, observation)[0])
         decision = policy.decide(sim.view().request(), sim.view().snapshots())
-        prefers = below_best(-module.residual_scale * np.array(decision.scores))
+        prefers = below_best(-(module.residual_scale or 1.0) * np.array(decision.scores))
         assert prefers == pytest.approx(trained, rel=1e-3, abs=1e-2)
         assert decision.replica == trained.argmax()
 

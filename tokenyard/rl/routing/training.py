@@ -57,6 +57,14 @@ and the tail. 0.1 x CVaR99 is 10 x the time beyond the 99th percentile (Rockafel
 2000, equation 4), which is near 4 s on `poisson_085`; a weight of 4 learns better than 10."""
 
 
+_FROM_SCRATCH: Mapping[str, Mapping[str, Any]] = {
+    "ppo": {"lr": 3e-3, "gamma": 0.98, "lambda_": 0.95, "minibatch_size": 1024},
+    "a2c": {"lr": 5e-3, "gamma": 0.95, "lambda_": 0.95},
+    "dqn": {"lr": 2e-3, "gamma": 0.8},
+}
+"""Settings for training from random weights, in place of those that correct a rule."""
+
+
 @dataclass(frozen=True)
 class AlgorithmRecipe:
     """What one algorithm of a recipe is given."""
@@ -107,10 +115,18 @@ class Recipe:
     def from_scratch(self) -> Recipe:
         """The recipe without a rule to correct: random weights, first come, first served.
 
-        DQN then explores all replicas, and its outputs are not held back.
+        DQN then explores all replicas, and its outputs are not held back. Steps are larger and
+        horizons shorter: what tells a good choice from a bad one is larger too.
         """
         algorithms = {
-            name: replace(own, residual_scale=0.0, shrinkage=0.0, epsilon=(1.0, 0.05))
+            name: replace(
+                own,
+                training={**own.training, **_FROM_SCRATCH.get(name, {})},
+                residual_scale=0.0,
+                shrinkage=0.0,
+                epsilon=(1.0, 0.05),
+                anneal=True,
+            )
             for name, own in self.algorithms.items()
         }
         return replace(self, algorithms=algorithms, orders=False)
