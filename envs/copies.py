@@ -77,7 +77,7 @@ class IndependentCopies(gymnasium.vector.VectorEnv[Observations, Any, npt.NDArra
         """Start an episode in every copy; one integer seeds stream i with seed + i.
 
         Raises:
-            ValueError: Several seeds, and not one for every copy.
+            ValueError: The number of seeds is not the number of copies.
         """
         if seed is not None or not self._rngs:
             first = int(seed) if isinstance(seed, int | np.integer) else None
@@ -88,7 +88,7 @@ class IndependentCopies(gymnasium.vector.VectorEnv[Observations, Any, npt.NDArra
             seeds = each if seed is None or isinstance(seed, int | np.integer) else list(seed)
             if len(seeds) != self.num_envs:
                 raise ValueError(f"{len(seeds)} seeds for {self.num_envs} copies: give each one")
-            self._rngs = [seeding.np_random(one)[0] for one in seeds]
+            self._rngs = [seeding.np_random(seed)[0] for seed in seeds]
         for copy, rng in enumerate(self._rngs):
             self.start(copy, rng)
         self._ended[:] = False

@@ -121,10 +121,10 @@ class _Copy:
 def _spaces(
     config: RegionEnvConfig, num_regions: int
 ) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Box]:
-    seen = observation_size(num_regions, config.action)
-    told = action_size(num_regions, config.action)
-    observation = gymnasium.spaces.Box(-LIMIT, LIMIT, (seen,), np.float32)
-    action = gymnasium.spaces.Box(-1.0, 1.0, (told,), np.float32)
+    num_observed = observation_size(num_regions, config.action)
+    num_actions = action_size(num_regions, config.action)
+    observation = gymnasium.spaces.Box(-LIMIT, LIMIT, (num_observed,), np.float32)
+    action = gymnasium.spaces.Box(-1.0, 1.0, (num_actions,), np.float32)
     return observation, action
 
 

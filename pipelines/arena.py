@@ -55,7 +55,7 @@ class Args:
 
 
 def print_board(console: Console, rows: list[Row]) -> None:
-    """Lay the board out."""
+    """Print the board as a table."""
     table = Table(
         "entry", "kind", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
         title="regret: how much longer the mean response is than the best rule's in hindsight",
@@ -67,8 +67,8 @@ def print_board(console: Console, rows: list[Row]) -> None:
     for row in rows:
         table.add_row(
             str(row["entry"]), str(row["kind"]), str(row["cells"]), f"{row['mean_rank']:.1f}",
-            *(f"{100 * float(row[f'{one}_regret_mean_fraction']):+.1f}"
-              for one in ("mean", "worst")),
+            *(f"{100 * float(row[f'{kind}_regret_mean_fraction']):+.1f}"
+              for kind in ("mean", "worst")),
             str(row["cells_better"]), str(row["cells_worse"]), str(row["worst_cell"]),
         )  # fmt: skip
     console.print(table)
@@ -119,13 +119,13 @@ def main(args: Args) -> None:
     for line in failed:
         console.print(f"failed: {line}", markup=False)
     took_s = time.monotonic() - started_s
-    told = (
+    size_line = (
         f"{len(cells)} cells, {size.streams} streams of {size.requests} requests each, "
         f"{took_s:.0f} s; sealed cells: --sealed-seed {sealed_seed}"
     )
-    console.print(told, soft_wrap=True)
+    console.print(size_line, soft_wrap=True)
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
-    write_page(args.page, rows, summed, failed, [told, command_line(), installed])
+    write_page(args.page, rows, summed, failed, [size_line, command_line(), installed])
     console.print(f"page: {args.page}", soft_wrap=True)
     if args.json is not None:
         write_result(args.json, command_line(), args.seed, rows + summed, sealed_seed=sealed_seed)

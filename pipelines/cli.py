@@ -29,10 +29,10 @@ def summary(module: str) -> str:
 
 
 def overview() -> str:
-    """The answer to `tokenyard --help`."""
-    known = verbs()
-    width = max(map(len, known))
-    lines = [f"  {verb:{width}}  {summary(module)}" for verb, module in known.items()]
+    """Return the text of `tokenyard --help`."""
+    modules = verbs()
+    width = max(map(len, modules))
+    lines = [f"  {verb:{width}}  {summary(module)}" for verb, module in modules.items()]
     return "\n".join(
         ["usage: tokenyard VERB [OPTIONS]", "", *lines, "", "tokenyard VERB --help says more."]
     )
@@ -44,12 +44,12 @@ def main() -> None:
     if verb in ("-h", "--help"):
         print(overview())
         return
-    known = verbs()
-    if verb not in known:
-        close = difflib.get_close_matches(verb, known, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}"
+    modules = verbs()
+    if verb not in modules:
+        close = difflib.get_close_matches(verb, modules, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(modules)}"
         sys.exit(f"tokenyard: unknown verb {verb!r}; {hint}")
-    command = importlib.import_module(f"pipelines.{known[verb]}")
+    command = importlib.import_module(f"pipelines.{modules[verb]}")
     description = command.__doc__
     command.main(
         tyro.cli(command.Args, prog=f"tokenyard {verb}", args=arguments, description=description)

@@ -174,7 +174,7 @@ def main(args: Args) -> None:
 
 
 async def _serve_here(deployment: Deployment, args: Args) -> None:
-    """Be the gateway, in this process: nothing of its cluster needs Ray."""
+    """Run the gateway in this process, without Ray."""
     logging.basicConfig(format="%(levelname)s %(asctime)s %(name)s -- %(message)s")
     stop, hurry, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -184,7 +184,7 @@ async def _serve_here(deployment: Deployment, args: Args) -> None:
     _report(deployment, args)
     threading.Thread(target=_watch, args=(loop,), daemon=True).start()
     await stop.wait()
-    tasks = [asyncio.create_task(one) for one in (gateway.drain(), hurry.wait())]
+    tasks = [asyncio.create_task(waited) for waited in (gateway.drain(), hurry.wait())]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     _report_cut(await gateway.drain(0.0) if hurry.is_set() else tasks[0].result())
     await gateway.end()
@@ -320,12 +320,12 @@ def _report_cut(num_answers: int) -> None:
 
 
 def _connect(address: str | None, num_cpus: float) -> None:
-    """Use the Ray at an address, or start one; where that takes it too long, start over.
+    """Connect to the Ray at an address, or start one, with retries if Ray fails to start.
 
     Raises:
-        ValueError: It does not answer, or does not start.
+        ValueError: Ray does not answer, or does not start.
     """
-    # Ray gives its workers the lowest priority of all, which ranks beside other work feel.
+    # Ray gives its workers the lowest priority, which slows ranks that run beside other work.
     os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
@@ -333,7 +333,7 @@ def _connect(address: str | None, num_cpus: float) -> None:
 
     options: dict[str, Any] = {}
     if address is None:
-        # Ranks on a small machine share its cores: Ray's count is only what actors reserve.
+        # Ranks on a small machine share its cores; Ray only counts what actors reserve.
         num = max(os.cpu_count() or 1, math.ceil(num_cpus))
         options = {"address": "local", "num_cpus": num, "include_dashboard": False}
     else:
@@ -343,13 +343,13 @@ def _connect(address: str | None, num_cpus: float) -> None:
         try:
             ray.init(logging_level=logging.WARNING, **options)
             return
-        except Exception as error:  # Of no class of its own where Ray has waited for long enough.
+        except Exception as error:  # Ray's timeout has no class of its own.
             reason = str(error)
             print(f"Ray did not start: {reason}", file=sys.stderr, flush=True)
         ray.shutdown()
-        left = [one for one in psutil.Process().children(recursive=True) if one not in others]
-        for one in left:
-            one.kill()
+        left = [child for child in psutil.Process().children(recursive=True) if child not in others]
+        for child in left:
+            child.kill()
         psutil.wait_procs(left, _WATCH_TIMEOUT_S)
     raise ValueError(
         f"no Ray: {reason} (a busy machine may need another try, and a cluster whose pools are all "
@@ -378,12 +378,12 @@ def _shut_down() -> None:
 
 
 def _report(deployment: Deployment, args: Args) -> None:
-    """Print the one line that says all, and write it as a row where that is wanted."""
+    """Print one line that sums up the deployment, and write it as a row for `--json`."""
     url, card = f"{deployment.scheme}://{_in_url(args.host)}:{args.port}", deployment.card
-    told = [card.source, card.sha256, *([f"MLflow run {card.mlflow_run}"] * bool(card.mlflow_run))]
+    run = f", MLflow run {card.mlflow_run}" if card.mlflow_run else ""
     print(
-        f"serving {card.name} ({', '.join(told)}){_allocation_words(deployment)} on {url}; "
-        f"ask with: curl -s {url}{deployment.example}",
+        f"serving {card.name} ({card.source}, {card.sha256}{run}){_allocation_words(deployment)} "
+        f"on {url}; ask with: curl -s {url}{deployment.example}",
         flush=True,
     )
     for error in (card.registry_error, deployment.origin and deployment.origin.registry_error):
@@ -400,13 +400,13 @@ def _report(deployment: Deployment, args: Args) -> None:
 
 
 def _allocation_words(deployment: Deployment) -> str:
-    """Who allocates, where anybody does."""
+    """Name the allocation policy and its source; empty without one."""
     allocation, origin = deployment.cluster.allocation, deployment.origin
     if allocation is None or origin is None:
         return ""
     run = f"MLflow run {origin.mlflow_run}" if origin.mlflow_run else None
-    told = ", ".join(one for one in (origin.source, origin.sha256, run) if one)
-    return f", GPUs allocated by {allocation.policy} ({told}),"
+    origin_words = ", ".join(part for part in (origin.source, origin.sha256, run) if part)
+    return f", GPUs allocated by {allocation.policy} ({origin_words}),"
 
 
 def _chat_body(model: str) -> dict[str, Any]:
@@ -420,9 +420,9 @@ def _chat_body(model: str) -> dict[str, Any]:
 
 
 def _route_body(scenario: str) -> dict[str, Any]:
-    """Body of a question about a moment in the life of the scenario's servers or replicas."""
-    asked = load_scenario(scenario)
-    if asked.fleet is None:
+    """Body of an example routing request, with one snapshot per server or replica."""
+    loaded = load_scenario(scenario)
+    if loaded.fleet is None:
         kinds = [
             {
                 "replica_id": server.name,
@@ -430,10 +430,10 @@ def _route_body(scenario: str) -> dict[str, Any]:
                 "num_slots": 1,
                 "max_concurrency": server.concurrency,
             }
-            for server in asked.servers
+            for server in loaded.servers
         ]
     else:
-        speeds = zip(asked.fleet.replicas, asked.server_capacities_tokens_per_s, strict=True)
+        speeds = zip(loaded.fleet.replicas, loaded.server_capacities_tokens_per_s, strict=True)
         kinds = [
             {
                 "replica_id": replica.name,

@@ -108,13 +108,13 @@ def serving(cluster: str) -> Iterator[str]:
 
 
 def draw(answers: dict[str, list[ReplayedAnswer]], credit: str) -> Figure:
-    """Draw the share of requests that were answered, and had begun to be, within a time."""
+    """Draw the share of requests whose response, or first token, came within a time."""
     figure = new_figure(3.4, credit)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, what in zip(panels, ("response", "first token"), strict=True):
         new_axes(axes, f"time to the {what}, s" if what != "response" else "response time, s", "")
-        for (policy, found), colour in zip(answers.items(), colours(), strict=False):
-            times = [one.response_s if what == "response" else one.ttft_s for one in found]
+        for (policy, replies), colour in zip(answers.items(), colours(), strict=False):
+            times = [reply.response_s if what == "response" else reply.ttft_s for reply in replies]
             waited = np.sort(np.nan_to_num(np.array(times), nan=np.inf))
             share = np.arange(1, len(waited) + 1) / len(waited)
             axes.step(waited, 100 * share, where="post", color=colour, label=words(policy))
@@ -133,7 +133,7 @@ def _table(*columns: str) -> Table:
 
 
 def print_rows(console: Console, rows: list[dict[str, Any]], baseline: str) -> None:
-    """Lay out the rows."""
+    """Print the rows as a table."""
     table = _table(
         "done", "failed", "mean s", "p50 s", "p99 s", "ttft s", "p99 ttft", "good/s",
         "violations %", f"mean % to {baseline}", "p99 %", "violations, points",
@@ -141,12 +141,12 @@ def print_rows(console: Console, rows: list[dict[str, Any]], baseline: str) -> N
     for row in rows:
         keys = ("mean_response_s", "p50_response_s", "p99_response_s", "mean_ttft_s",
                 "p99_ttft_s", "goodput_per_s")  # fmt: skip
-        found = [_delta(row, key) for key in ("delta_mean", "delta_p99", "delta_slo")]
+        deltas = [_delta(row, key) for key in ("delta_mean", "delta_p99", "delta_slo")]
         cells = [f"{row[key]:.3g}" for key in keys]
         table.add_row(
             row["policy"], str(row["completed"]), str(row["failed"]), *cells,
             f"{100 * row['slo_violation_fraction']:.1f}",
-            *([""] * len(found) if row["policy"] == baseline else found),
+            *([""] * len(deltas) if row["policy"] == baseline else deltas),
         )  # fmt: skip
     console.print(table)
 
@@ -159,7 +159,7 @@ def _delta(row: dict[str, Any], prefix: str) -> str:
 
 
 def print_simulated(console: Console, rows: list[dict[str, Any]]) -> None:
-    """Lay out measured beside simulated."""
+    """Print measured beside simulated values as a table."""
     table = _table(
         "measured mean s", "simulated mean s", "error %", "p99 s", "simulated p99 s",
         "violations %", "simulated violations %",
@@ -173,13 +173,13 @@ def print_simulated(console: Console, rows: list[dict[str, Any]]) -> None:
             *(f"{100 * row[f'{by}slo_violation_fraction']:.1f}" for by in ("", "simulated_")),
         )  # fmt: skip
     console.print(table)
-    found = agreement(
+    agreed = agreement(
         *({row["policy"]: row[key] for row in rows}
           for key in ("mean_response_s", "simulated_mean_response_s"))
     )  # fmt: skip
     console.print(
-        f"simulated means are off by {100 * found.mean_error_fraction:.1f} % "
-        f"(at most {100 * found.max_error_fraction:.1f} %); Kendall's tau {found.kendall_tau:.2f}"
+        f"simulated means are off by {100 * agreed.mean_error_fraction:.1f} % "
+        f"(at most {100 * agreed.max_error_fraction:.1f} %); Kendall's tau {agreed.kendall_tau:.2f}"
     )
 
 
@@ -211,16 +211,16 @@ class Measured:
         took_s: float,
         why_void: str | None,
     ) -> None:
-        """Add a turn of a policy, and tell of it."""
+        """Add a policy's turn, and print its mean response time and failures."""
         if not answers:
             return
-        found = summarise(asks, answers, took_s, *self.limits)
-        self.turns[name].append(None if why_void else found)
+        row = summarise(asks, answers, took_s, *self.limits)
+        self.turns[name].append(None if why_void else row)
         failures = Counter(answer.failure for answer in answers if answer.failure is not None)
         why = "".join(f"; {count} x {reason}" for reason, count in failures.most_common(3))
         why += f"; void: meanwhile {why_void}" if why_void else ""
-        told = f"turn {len(self.turns[name])} {name}: mean {found['mean_response_s']:.3f} s{why}"
-        print(told, file=sys.stderr, flush=True)
+        message = f"turn {len(self.turns[name])} {name}: mean {row['mean_response_s']:.3f} s{why}"
+        print(message, file=sys.stderr, flush=True)
         self.answers.setdefault(name, []).extend([] if why_void else answers)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -232,22 +232,22 @@ class Measured:
 def add_simulated(
     seed: int, twin: Scenario, measured: Measured, rows: list[dict[str, Any]]
 ) -> None:
-    """Put what the simulator says of the same requests into the rows, means over what was sent."""
+    """Add the simulator's results for the same requests to the rows, as means over all turns."""
     names = [row["policy"] for row in rows]
-    found = [
-        simulate(twin, measured.policies_of, one, names, seed) for one in measured.sent.values()
+    simulated = [
+        simulate(twin, measured.policies_of, sent, names, seed) for sent in measured.sent.values()
     ]
     for row in rows:
         for key in ("mean_response_s", "p99_response_s", "mean_ttft_s", "slo_violation_fraction"):
-            row[f"simulated_{key}"] = mean(one[row["policy"]][key] for one in found)
+            row[f"simulated_{key}"] = mean(means[row["policy"]][key] for means in simulated)
 
 
 async def decider(client: Client) -> tuple[str, str, str] | None:
-    """Ask who decides: name, SHA-256, and the last change of that; None: nobody tells."""
+    """Fetch the active policy's name, its SHA-256 and its last change; None if that fails."""
     try:
         card, policies = await client.get("/v1/policy"), await client.get("/v1/policies")
-        # Other events are of plans and keys.
-        changes = [one for one in policies["events"] if "@" in one["policy"]]
+        # Other events concern plans and keys.
+        changes = [event for event in policies["events"] if "@" in event["policy"]]
         last = "{what} {policy} at {time_s}".format(**changes[0]) if changes else "unknown"
         return card["active"], card["sha256"], last
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
@@ -300,7 +300,7 @@ async def run(args: Args, console: Console, measured: Measured) -> None:
         words_per_token = await client.words_per_token()
         longest = int(model.get("max_model_len") or 4096)
         asks = [make_asks(args, stretch, words_per_token, longest) for stretch in stretches]
-        names = [one.strip() for one in (args.compare or "").split(",") if one.strip()]
+        names = [name.strip() for name in (args.compare or "").split(",") if name.strip()]
         begun = await decider(client)
         before = card.get("name", "as served") if begun is None else begun[0]
         baseline = args.baseline or (names[0] if names else before)
@@ -316,7 +316,7 @@ async def run(args: Args, console: Console, measured: Measured) -> None:
             measured.policies_of = card.get("scenario") or twin.name
             runners(twin, measured.policies_of, names or [before])
         measured.baseline = baseline
-        measured.turns = {one: [] for one in names or [before]}
+        measured.turns = {name: [] for name in names or [before]}
         measured.limits = slo.response_s or math.inf, slo.ttft_s, slo.tpot_s
         named = zip(("response", "first token", "per token"), measured.limits, strict=True)
         over = " or ".join(f"{what} over {value:g} s" for what, value in named if value)
@@ -329,10 +329,10 @@ async def run(args: Args, console: Console, measured: Measured) -> None:
         try:
             for turn in range(args.repeats):
                 order, which = list(measured.turns), turn % len(asks)
-                # Each policy is once in every place, so that none always follows the same one.
+                # Rotate the order, so that no policy always follows the same one.
                 for name in order[turn % len(order) :] + order[: turn % len(order)]:
                     if measured.is_interrupted:
-                        # A connection that is being made may have swallowed the cancellation.
+                        # A connection attempt may have swallowed the cancellation.
                         raise asyncio.CancelledError
                     if names:
                         await client.switch(name)
@@ -344,16 +344,16 @@ async def run(args: Args, console: Console, measured: Measured) -> None:
                         if (first and first[0]) not in (None, name) or first != after:
                             why_void = f"the gateway {after[2] if after else 'does not answer'}"
                     finally:
-                        # Of a turn that is interrupted, what has ended is told.
+                        # An interrupted turn reports the requests that have ended.
                         ended = [asks[which][i] for i in sorted(done)]
                         took_s = time.perf_counter() - started_s
                         measured.add(name, ended, [done[i] for i in sorted(done)], took_s, why_void)
                         write(args, measured.rows())
-                    told = as_sent(stretches[which], answers)
-                    # What was not answered has no lengths: those of whom most was answered.
-                    most = max(1, measured.sent.get(which, told).num_requests)
-                    if not why_void and told.num_requests >= most:
-                        measured.sent[which] = told
+                    stream = as_sent(stretches[which], answers)
+                    # Unanswered requests have no lengths: keep the turn with the most answers.
+                    most = max(1, measured.sent.get(which, stream).num_requests)
+                    if not why_void and stream.num_requests >= most:
+                        measured.sent[which] = stream
                     await asyncio.sleep(args.pause_s)
         finally:
             if names and begun is not None:

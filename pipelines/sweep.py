@@ -112,18 +112,18 @@ def main(args: Args) -> None:
         )
         with redirect_stdout(sys.stderr):
             results = train(chain.sweeps, args.resume)
-        # Its processes take a while to start, so all comparisons share them.
+        # Worker processes start slowly, so all comparisons share them.
         with processes(os.cpu_count() or 1) as mapped:
-            found = [
+            concluded = [
                 conclude(console, sweep, result, command, mapped, args.storage)
                 for sweep, result in zip(chain.sweeps, results, strict=True)
             ]
     except ValueError as error:
         sys.exit(f"error: {error}")
-    finished = [one for one in found if one is not None]
-    for one in finished:
-        print_outcome(console, one)
-        console.print(f"serve it: {one.next_command}", soft_wrap=True)
+    finished = [sweep for sweep in concluded if sweep is not None]
+    for sweep in finished:
+        print_outcome(console, sweep)
+        console.print(f"serve it: {sweep.next_command}", soft_wrap=True)
     page = address(chain.client) + run_page(chain.client, chain.run_id)
     make = f"make mlflow{make_storage(args.storage)}, then "
     first = "" if page.startswith(chain.client.tracking_uri) else make
@@ -132,7 +132,7 @@ def main(args: Args) -> None:
         record_chain(chain, finished, command)
     if args.json is not None:
         write_json(args.json, command, chain.seed, finished)
-    failed = None in found or any(result.errors for result in results)
+    failed = None in concluded or any(result.errors for result in results)
     chain.client.set_terminated(chain.run_id, "FAILED" if failed else "FINISHED")
     sys.exit(1 if failed else 0)
 
@@ -162,18 +162,18 @@ def conclude(
     return finished
 
 
-def write_json(path: Path, command: str, seed: int, found: list[Finished]) -> None:
+def write_json(path: Path, command: str, seed: int, finished: list[Finished]) -> None:
     """Write the rows of all problems into one file."""
     rows: list[Row] = []
     baselines: list[Row] = []
     evaluation: list[Row] = []
-    for one in found:
-        problem: Row = {"problem": one.outcome.problem}
-        labels = {trial.label for trial in one.trials}
-        rows += one.outcome.trial_rows(one.trials, one.report)
-        ranking = one.report.ranking.rows
+    for sweep in finished:
+        problem: Row = {"problem": sweep.outcome.problem}
+        labels = {trial.label for trial in sweep.trials}
+        rows += sweep.outcome.trial_rows(sweep.trials, sweep.report)
+        ranking = sweep.report.ranking.rows
         baselines += [problem | row for row in ranking if row["policy"] not in labels]
-        evaluation += [problem | row for row in one.report.evaluation.rows]
+        evaluation += [problem | row for row in sweep.report.evaluation.rows]
     write_result(
         path,
         command,
@@ -181,9 +181,10 @@ def write_json(path: Path, command: str, seed: int, found: list[Finished]) -> No
         rows,
         baselines=baselines,
         evaluation=evaluation,
-        verdict=[row for one in found for row in one.outcome.rows],
+        verdict=[row for sweep in finished for row in sweep.outcome.rows],
         registrations=[
-            {"problem": one.outcome.problem, **asdict(one.outcome.registration)} for one in found
+            {"problem": sweep.outcome.problem, **asdict(sweep.outcome.registration)}
+            for sweep in finished
         ],
     )
 
@@ -216,22 +217,22 @@ def print_report(console: Console, finished: Finished) -> None:
     console.print(f"score on {len(report.evaluation.streams)} fresh streams: {scores}")
 
 
-def print_outcome(console: Console, found: Finished) -> None:
-    """Say what was registered, by how much it won or lost, and what that makes it."""
-    made, best = found.outcome.registration, found.report.best
+def print_outcome(console: Console, finished: Finished) -> None:
+    """Print what was registered, its gains and losses, and the verdict."""
+    made, best = finished.outcome.registration, finished.report.best
     console.print(
-        f"best of {found.outcome.problem}: trainer {best.artifact.metadata.trainer}, trial "
+        f"best of {finished.outcome.problem}: trainer {best.artifact.metadata.trainer}, trial "
         f"{best.label}, policy {made.sha256}, registered as {made.model} version {made.version}, "
         f"MLflow run {made.run_id}",
         soft_wrap=True,
     )
-    if found.outcome.verdict is not None:
-        console.print(verdict_table(found.sweep, found.outcome.verdict))
-    console.print(found.outcome.sentence, soft_wrap=True)
+    if finished.outcome.verdict is not None:
+        console.print(verdict_table(finished.sweep, finished.outcome.verdict))
+    console.print(finished.outcome.sentence, soft_wrap=True)
 
 
 def verdict_table(sweep: Sweep, verdict: PromotionVerdict) -> Table:
-    """What the policy has over every rival, and where it loses at the gate."""
+    """Tabulate the policy's gain over every rival, and its losses at the gate."""
     streams = sweep.experiment.promotion_streams
     title = f"gain in score over its rivals on {streams} further validation streams"
     unit = f"gain, {sweep.problem.score.unit} \\[95 % interval]"
@@ -249,16 +250,16 @@ def _interval(interval: Interval) -> str:
 
 
 def serve_command(sweep: Sweep, outcome: Outcome, storage: str) -> str:
-    """The command that serves what was registered, by its alias."""
+    """Return the command that serves the registered policy, by its alias."""
     problem, scenario = sweep.problem.name, sweep.scenario.name
     candidate = outcome.registration.alias == CANDIDATE
     if served_scenarios().get(problem) == scenario:
         return f"make serve{make_storage(storage)}{' POLICY=candidate' if candidate else ''}"
-    asked = f"--registry {sweep.client.tracking_uri}{' --policy candidate' if candidate else ''}"
+    options = f"--registry {sweep.client.tracking_uri}{' --policy candidate' if candidate else ''}"
     deploy = "python pipelines/deploy.py --cluster"
     if problem == "routing":
-        return f"{deploy} none --scenario {scenario} {asked}"
-    return f"{deploy} FILE {asked}, with a file that names {problem} scenario {scenario}"
+        return f"{deploy} none --scenario {scenario} {options}"
+    return f"{deploy} FILE {options}, with a file that names {problem} scenario {scenario}"
 
 
 def make_storage(storage: str) -> str:

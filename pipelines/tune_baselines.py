@@ -75,7 +75,7 @@ def tune_regions(
     scenarios: Sequence[RegionScenario], rules: Sequence[str], seed: int,
     config: RegionSearchConfig | None = None,
 ) -> list[Row]:  # fmt: skip
-    """A row for each rule, tuned over all scenarios.
+    """Tune each rule over all scenarios; return one row per rule.
 
     Raises:
         ValueError: A rule is unknown, or has no knobs.
@@ -87,12 +87,12 @@ def tune_regions(
             search.step()
         knobs = search.knobs(search.mean)
         live = {f"live_{key}": value for key, value in asdict(knobs.live).items()}
-        found = {"cap": knobs.cap, "smoothing": knobs.smoothing, **live}
-        told = ", ".join(f"{key} {value:.3g}" for key, value in found.items())
+        fields = {"cap": knobs.cap, "smoothing": knobs.smoothing, **live}
+        parameters = ", ".join(f"{key} {value:.3g}" for key, value in fields.items())
         names = ",".join(scenario.name for scenario in scenarios)
         rows.append(
-            {"scenario": names, "policy": name, "parameters": told,
-             "validation_cost_over_start": search.validate(), **found}
+            {"scenario": names, "policy": name, "parameters": parameters,
+             "validation_cost_over_start": search.validate(), **fields}
         )  # fmt: skip
     return rows
 
@@ -125,9 +125,9 @@ def rows_of_routing(rules: TunedRules) -> list[Row]:
         values = [f"{field} {getattr(rules.fleet, field):g}" for field in fields]
         parameters[name] = ", ".join(values) or "none"
     for name in PUBLIC_RULES:
-        found = [f"{knob} {value:g}" for knob, value in rules.knobs.get(name, {}).items()]
+        knobs_text = [f"{knob} {value:g}" for knob, value in rules.knobs.get(name, {}).items()]
         parameters[name] = "its makers'"
-        parameters[TUNED_PREFIX + name] = ", ".join(found) or "its makers'"
+        parameters[TUNED_PREFIX + name] = ", ".join(knobs_text) or "its makers'"
     for name, knobs in rules.orders.items():
         parameters[name] = ", ".join(f"{knob} {value:g}" for knob, value in knobs.items())
     scores = rules.scores | rules.order_scores
@@ -144,8 +144,8 @@ def rows_of_routing(rules: TunedRules) -> list[Row]:
 
 
 def rows_of_allocation(tuned: TunedAllocation) -> list[Row]:
-    """One row per rule: its parameters, and minus its dollars per slot on the training part."""
-    found = {
+    """One row per rule: its parameters, and its score, minus dollars per training slot."""
+    rules = {
         "best_static": asdict(tuned.static_plan),
         "autoscaler_tuned": tuned.autoscaler.model_dump(),
         "autoscaler_forecast": tuned.forecast_autoscaler.model_dump(),
@@ -157,7 +157,7 @@ def rows_of_allocation(tuned: TunedAllocation) -> list[Row]:
             "parameters": ", ".join(f"{key} {value}" for key, value in rule.items()),
             "score": -tuned.train_usd_per_slot[name],
         }
-        for name, rule in found.items()
+        for name, rule in rules.items()
     ]
 
 
@@ -191,7 +191,7 @@ def main(args: Args) -> None:
         if problem.name == "regions":
             tunable = [name for name, recipe in RECIPES.items() if recipe.tunable]
             rules = tunable if args.only is None else args.only.split(",")
-            rows = tune_regions([problem.load_scenario(one) for one in names], rules, args.seed)
+            rows = tune_regions([problem.load_scenario(name) for name in names], rules, args.seed)
             names = []
         for name in names:
             out.mkdir(parents=True, exist_ok=True)

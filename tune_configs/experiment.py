@@ -31,7 +31,7 @@ SCORE = "eval/score"
 RESOURCES = ("num_env_runners", "cpus_per_actor", "placement")
 """Fields of a trial that say what it reserves, and where."""
 
-_ALWAYS_TOLD = {"algorithm", "reward_weights", "scenario", "env_steps", "iterations", "seed"}
+_ALWAYS_SHOWN = {"algorithm", "reward_weights", "scenario", "env_steps", "iterations", "seed"}
 """Fields that are reported of every trial, be they set or not."""
 
 
@@ -130,15 +130,15 @@ class Experiment:
         )
 
     def designed_trials(self, seed: int) -> list[dict[str, Any]]:
-        """The trials of `trials`, seeds counted from `seed` on, repeated where there is no space.
+        """Return `trials`, each seed raised by `seed`, repeated if there is no search space.
 
-        A trial's own `seed` is its offset, so that five seeds of one setting stay five seeds.
+        The seeds of repetitions do not overlap.
         """
-        told = _ALWAYS_TOLD.union(*(trial.model_fields_set for trial in self.trials))
+        fields = _ALWAYS_SHOWN.union(*(trial.model_fields_set for trial in self.trials))
         stride = max((trial.seed for trial in self.trials), default=0) + 1
         repeats = 1 if self.space else self.num_samples
         return [
-            {**trial.model_dump(include=told), "seed": seed + trial.seed + repeat * stride}
+            {**trial.model_dump(include=fields), "seed": seed + trial.seed + repeat * stride}
             for repeat in range(repeats)
             for trial in self.trials
         ]
@@ -187,9 +187,9 @@ def stop_at_budget(trial_id: str, result: Mapping[str, Any]) -> bool:
 
 
 def load_experiments(reference: str) -> tuple[Experiment, ...]:
-    """Call the function that "MODULE:FUNCTION" names: one experiment, or a chain of them.
+    """Call the function "MODULE:FUNCTION", which returns one experiment or a chain of them.
 
-    MODULE is one of `tune_configs`, or any importable module of your own.
+    MODULE is a module of `tune_configs`, or any importable module.
 
     Raises:
         ValueError: Not of that form, no such module or function, or it returns something else.
@@ -202,11 +202,11 @@ def load_experiments(reference: str) -> tuple[Experiment, ...]:
         raise ValueError(f"module {module_name!r} has no experiment function {function_name!r}")
     made = function()
     chain = made if isinstance(made, tuple) else (made,)
-    if not chain or not all(isinstance(one, Experiment) for one in chain):
+    if not chain or not all(isinstance(experiment, Experiment) for experiment in chain):
         raise ValueError(
             f"{reference} returns {type(made).__name__}, not an Experiment nor a tuple of them"
         )
-    problems = [one.problem.name for one in chain]
+    problems = [experiment.problem.name for experiment in chain]
     if len(set(problems)) < len(problems):
         raise ValueError(f"{reference} has two experiments of one problem: {problems}")
     return chain

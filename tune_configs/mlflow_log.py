@@ -49,12 +49,12 @@ def open_experiment(client: MlflowClient, name: str, storage: Path) -> str:
 
     A local store keeps its artifacts beside itself; MLflow's default is the working directory.
     """
-    found = client.get_experiment_by_name(name)
-    if found is not None:
-        return str(found.experiment_id)
+    experiment = client.get_experiment_by_name(name)
+    if experiment is not None:
+        return str(experiment.experiment_id)
     is_local = client.tracking_uri.startswith("sqlite:")
     location = (storage.resolve() / _ARTIFACTS).as_uri() if is_local else None
-    # Opens MLflow's pages on runs and curves, and not on language-model traces.
+    # Makes MLflow's page open on runs and curves instead of language-model traces.
     tags = {"mlflow.experimentKind": "custom_model_development"}
     return str(client.create_experiment(name, location, tags))
 
@@ -116,12 +116,12 @@ def address(client: MlflowClient) -> str:
 
 
 def last_sweep_pages(client: MlflowClient) -> list[str]:
-    """URLs of the last sweep's run and of the list of its trials, best first; or none."""
+    """URLs of the last sweep's run and of its trials, best first; empty without a sweep."""
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    found = client.search_runs(experiments, f"tags.`{SWEEP_TAG}` LIKE '%'", max_results=1)
-    if not found:
+    runs = client.search_runs(experiments, f"tags.`{SWEEP_TAG}` LIKE '%'", max_results=1)
+    if not runs:
         return []
-    parent = client.get_run(found[0].data.tags.get(MLFLOW_PARENT_RUN_ID, found[0].info.run_id))
+    parent = client.get_run(runs[0].data.tags.get(MLFLOW_PARENT_RUN_ID, runs[0].info.run_id))
     listed = {
         "workflowType": "machine_learning",
         "searchFilter": f"tags.sweep = {_quoted(parent.info.run_name)}",

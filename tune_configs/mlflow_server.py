@@ -55,8 +55,8 @@ class TokenRequired:
             await refusal(scope, receive, send)
 
     def _has_token(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        secret = given.strip().encode()
+        scheme, _, credentials = headers.get("authorization", "").partition(" ")
+        secret = credentials.strip().encode()
         if scheme.lower() == "basic":
             secret = _password(secret)
         elif scheme.lower() != "bearer":

@@ -128,7 +128,7 @@ def train(trial: dict[str, Any], path: Path) -> tuple[RouterRunner, list[dict[st
 
 
 def judge(scenario_name: str, run: RouterRunner) -> Iterator[dict[str, Any]]:
-    """Measure a policy on fresh synthetic episodes, and on the recorded one where it is there."""
+    """Measure a policy on fresh synthetic episodes, and on the recorded one if there is one."""
     scenario = load_scenario(scenario_name)
     source = StreamSource(scenario)
     sets: list[StreamSet | None] = [
@@ -138,8 +138,8 @@ def judge(scenario_name: str, run: RouterRunner) -> Iterator[dict[str, Any]]:
     for streams in sets:
         if streams is not None:
             origin = "recorded" if streams.bootstrap else "synthetic"
-            for episode, one in enumerate(run(scenario, streams, 0)):
-                yield {"origin": origin, "episode": episode, **summarise(scenario, one)}
+            for episode, result in enumerate(run(scenario, streams, 0)):
+                yield {"origin": origin, "episode": episode, **summarise(scenario, result)}
 
 
 def finished(out: Path) -> set[tuple[str, ...]]:
@@ -219,9 +219,9 @@ def summary(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def curve_summary(curves: pd.DataFrame) -> Iterator[tuple[list[str], list[str]]]:
-    """What an agent earned per request at five moments of its training: its name, and cells."""
+    """Yield each agent's name and its reward per request at five moments of its training."""
     for key, group in curves.groupby(["table", "policy", "reward_weights"], sort=False):
-        seeds = [one.sort_values("env_steps") for _, one in group.groupby("training_seed")]
+        seeds = [curve.sort_values("env_steps") for _, curve in group.groupby("training_seed")]
         cells = []
         for share in CURVE_SHARES:
             at = [curve.iloc[round(share * len(curve)) - 1] for curve in seeds]

@@ -194,48 +194,48 @@ def open_chain(
     resume: bool = False,
     fit: Callable[[Experiment], Experiment] = lambda experiment: experiment,
 ) -> Chain:
-    """Check what was asked for, and find or create its runs in MLflow.
+    """Check the request, and find or create its runs in MLflow.
 
-    `fit` adapts experiments to the cluster; a sweep that is resumed keeps how it was begun.
+    `fit` adapts experiments to the cluster; a resumed sweep keeps the settings it began with.
 
     Raises:
-        ValueError: It cannot be carried out; nothing has been started.
+        ValueError: The sweep cannot run; nothing has been started.
     """
     if seed < 0:
         raise ValueError(f"seed {seed} must not be negative")
     experiments = [fit(experiment) for experiment in load_experiments(reference)]
     if num_samples is not None:
-        experiments = [replace(one, num_samples=num_samples) for one in experiments]
+        experiments = [replace(experiment, num_samples=num_samples) for experiment in experiments]
     storage, store = _locate(storage)
     open_storage(storage)
     client = MlflowClient(mlflow_log.tracking_uri(store))
     mlflow_log.follow_move(client, store)
-    problems = "-".join(one.problem.name for one in experiments)
-    mlflow_id = mlflow_log.open_experiment(client, f"tokenyard-{problems}", store)
+    problems = [experiment.problem.name for experiment in experiments]
+    mlflow_id = mlflow_log.open_experiment(client, f"tokenyard-{'-'.join(problems)}", store)
     path = f"{storage}/{name}"
-    found = mlflow_log.find_sweep_run(client, mlflow_id, path)
+    run = mlflow_log.find_sweep_run(client, mlflow_id, path)
     if resume:
-        # The streams of the comparison must be those that the sweep began with.
-        seed = _check_resumable(found, reference, path, client)
-    elif found is not None or _is_taken(path, experiments):
+        # The comparison must use the streams that the sweep began with.
+        seed = _check_resumable(run, reference, path, client)
+    elif run is not None or _is_taken(path, experiments):
         raise ValueError(f"sweep {name!r} exists already: add --resume, or choose another --name")
 
     tags = {REFERENCE_TAG: reference, "seed": str(seed), "git_sha": git_sha()}
-    told = {**tags, "scenario": ", ".join(one.scenario for one in experiments)}
-    run_id = mlflow_log.open_sweep_run(client, mlflow_id, path, name, told)
+    run_tags = {**tags, "scenario": ", ".join(experiment.scenario for experiment in experiments)}
+    run_id = mlflow_log.open_sweep_run(client, mlflow_id, path, name, run_tags)
     sweeps = []
-    for one in experiments:
+    for experiment, problem in zip(experiments, problems, strict=True):
         inside, own_id = path, run_id
         if len(experiments) > 1:
-            inside = f"{path}/{one.problem.name}"
-            told = {**tags, "scenario": one.scenario, MLFLOW_PARENT_RUN_ID: run_id}
-            own_id = mlflow_log.open_sweep_run(client, mlflow_id, inside, one.problem.name, told)
-        sweeps.append(Sweep(one, reference, seed, name, inside, client, own_id))
+            inside = f"{path}/{problem}"
+            run_tags = {**tags, "scenario": experiment.scenario, MLFLOW_PARENT_RUN_ID: run_id}
+            own_id = mlflow_log.open_sweep_run(client, mlflow_id, inside, problem, run_tags)
+        sweeps.append(Sweep(experiment, reference, seed, name, inside, client, own_id))
     return Chain(tuple(sweeps), client, run_id, seed)
 
 
 def _is_taken(path: str, experiments: Sequence[Experiment]) -> bool:
-    """Whether a sweep, be it of another problem, is where one of these is to be kept."""
+    """Return whether a sweep of any problem occupies the path of one of these experiments."""
     inside = [f"{path}/{experiment.problem.name}" for experiment in experiments]
     return any(map(is_begun, inside if len(inside) > 1 else [path]))
 
@@ -382,17 +382,17 @@ def judge(sweep: Sweep, trials: list[FinishedTrial], mapped: Map = map) -> Repor
 def _first_to_pass(
     ranked: Sequence[FinishedTrial], gate: Callable[[TrainedPolicy], list[Row]]
 ) -> tuple[FinishedTrial, list[Row], list[str]]:
-    """The first trial that loses nowhere, what the gate found of it, and the trials before it.
+    """Return the first trial that loses nowhere, its rows at the gate, and the trials before it.
 
-    Where all lose, it is the first of all.
+    If all lose, return the first and no trials.
     """
-    found: dict[str, list[Row]] = {}
+    rows_of: dict[str, list[Row]] = {}
     for trial in ranked:
         rows = gate(trial.artifact)
         if not any(row["loses"] for row in rows):
-            return trial, rows, list(found)
-        found[trial.label] = rows
-    return ranked[0], found[ranked[0].label], []
+            return trial, rows, list(rows_of)
+        rows_of[trial.label] = rows
+    return ranked[0], rows_of[ranked[0].label], []
 
 
 def register_best(

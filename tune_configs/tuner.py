@@ -65,13 +65,13 @@ def start_ray(num_cpus: int) -> bool:
 def await_resources(experiment: Experiment, seed: int, timeout_s: float) -> None:
     """Wait until every trial fits the cluster that was joined.
 
-    Workers may still be starting, and an autoscaler that is asked adds some.
+    Workers may still be starting, and the request makes an autoscaler add some.
 
     Raises:
-        ValueError: A trial asks for more than there is after `timeout_s`.
+        ValueError: A trial needs more than the cluster has after `timeout_s`.
     """
     deadline_s = time.monotonic() + timeout_s
-    asked = False
+    has_requested = False
     while True:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         try:
@@ -79,14 +79,14 @@ def await_resources(experiment: Experiment, seed: int, timeout_s: float) -> None
         except ValueError as error:
             if time.monotonic() > deadline_s:
                 raise
-            if not asked:
+            if not has_requested:
                 logger.warning("waiting up to %g s: %s", timeout_s, error)
                 request_resources(bundles=_largest_request(experiment, seed))
-                asked = True
+                has_requested = True
             time.sleep(_LOOK_EVERY_S)
         else:
-            if asked:
-                # What trials hold from now on is demand enough.
+            if has_requested:
+                # From now on the trials themselves are the demand.
                 request_resources(bundles=[])
             return
 
