@@ -238,16 +238,16 @@ def _array_of(data: bytes) -> npt.NDArray[Any]:
 
 
 def _parsed(metadata: type[FrozenModel], text: str) -> Any:
-    """Read metadata of one class, or refuse them in one sentence."""
-    found = json.loads(text)
-    if not isinstance(found, dict):
+    """Parse metadata of a class; an error is one sentence."""
+    fields = json.loads(text)
+    if not isinstance(fields, dict):
         raise ArtifactError("its metadata are no JSON object")
-    ours, version = (metadata.model_fields[one].default for one in ("problem", "format_version"))
-    if found.get("problem", ours) != ours:
-        raise ArtifactError(f"a policy for {found['problem']}, not for {ours}")
-    if found.get("format_version") != version:
-        given = found.get("format_version")
-        raise ArtifactError(f"format version {given}; this release reads {version}")
+    ours, version = (metadata.model_fields[k].default for k in ("problem", "format_version"))
+    if fields.get("problem", ours) != ours:
+        raise ArtifactError(f"a policy for {fields['problem']}, not for {ours}")
+    if fields.get("format_version") != version:
+        written = fields.get("format_version")
+        raise ArtifactError(f"format version {written}; this release reads {version}")
     try:
         return metadata.model_validate_json(text)
     except ValidationError as error:
@@ -276,8 +276,8 @@ RegistryLookup = Callable[[str], RegisteredPolicy | None]
 
 
 def model_name(problem: str, scenario: str) -> str:
-    """Name of the registered model; what MLflow takes in no name, or no filter, is as in a URL."""
-    name = _NOT_IN_MODEL_NAMES.sub(lambda found: quote(found[0], safe=""), scenario)
+    """Name the registered model; characters that MLflow refuses are percent-encoded."""
+    name = _NOT_IN_MODEL_NAMES.sub(lambda match: quote(match[0], safe=""), scenario)
     return f"tokenyard-{problem}-{name}"
 
 

@@ -32,15 +32,15 @@ def read_named(name: str, kind: str, package: str, folder: str) -> str:
     """Return the text of a shipped file by name, or of any YAML file by path; `kind` is for errors.
 
     Raises:
-        ValueError: Unknown name, with the closest one.
+        ValueError: Unknown name; the message has the closest one.
         OSError: There is no such file.
     """
     if name.endswith((".yaml", ".yml")):
         return Path(name).read_text(encoding="utf-8")
-    known = shipped_names(package, folder)
-    if name not in known:
-        hint = did_you_mean(name, known)
-        raise ValueError(f"unknown {kind} {name!r}; choose one of {known}{hint}")
+    names = shipped_names(package, folder)
+    if name not in names:
+        hint = did_you_mean(name, names)
+        raise ValueError(f"unknown {kind} {name!r}; choose one of {names}{hint}")
     return (resources.files(package) / folder / f"{name}.yaml").read_text(encoding="utf-8")
 
 
@@ -55,14 +55,14 @@ def read_fields(name: str, kind: str, package: str, folder: str) -> dict[str, An
     except OSError as error:
         raise ValueError(f"{kind} file {name}: {error.strerror}") from None
     try:
-        found = yaml.safe_load(text)
+        fields = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        # Numbers of 5,000 digits and days that do not exist are ValueErrors of their constructors,
-        # and lookups fail where a tag has a value of another kind.
+        # Numbers of 5,000 digits and impossible dates raise ValueError, and a tag whose value has
+        # the wrong kind fails in a lookup.
         raise ValueError(f"{kind} file {name} is no YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise ValueError(f"{kind} file {name} has no fields: it must be a mapping")
-    return found
+    return fields
 
 
 def fitted(model: type[M], fields: Mapping[str, Any], what: str) -> M:
@@ -107,7 +107,7 @@ def check_distinct(what: str, names: Sequence[str]) -> None:
         raise ValueError(f"{what} {twice!r} appears more than once")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What an error says of the closest name: "" where none is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return an error's hint at the closest name; "" if none is close."""
+    close = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

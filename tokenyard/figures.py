@@ -80,12 +80,12 @@ def draw_differences(
 ) -> Figure:
     """Draw how far policies are from the baseline of `rows` in a measure, with 95 % intervals.
 
-    Blue is better than the baseline, red worse, grey neither; who is far off is at the edge.
+    Blue is better than the baseline, red worse, grey neither; outliers are shown at the edge.
     """
     factor = 100.0 if measure.relative else measure.factor
-    found = np.array([[factor * float(row[key]) for key in measure.delta_keys] for row in rows])
+    values = np.array([[factor * float(row[key]) for key in measure.delta_keys] for row in rows])
     sign = 1.0 if measure.more_is_better else -1.0
-    near = _near(sign * found[:, :1])
+    near = _near(sign * values[:, :1])
     figure = new_figure(1.2 + 0.24 * len(rows), credit, title)
     unit = "%" if measure.relative else measure.heading.rpartition(" ")[2]
     what = measure.key.replace("_", " ")
@@ -93,10 +93,10 @@ def draw_differences(
     axes = new_axes(figure.subplots(), label, "")
     axes.set_title("blue: better, red: worse, grey: could be either", fontsize=8, loc="left")
     axes.axvline(0, color="black", linewidth=0.8)
-    low, high = np.nanmin(found[near]), np.nanmax(found[near])
+    low, high = np.nanmin(values[near]), np.nanmax(values[near])
     margin = 0.12 * ((high - low) or 1.0)
     axes.set_xlim(low - margin, high + margin)
-    for place, (row, (value, *ends)) in enumerate(zip(rows, found, strict=True)):
+    for place, (row, (value, *ends)) in enumerate(zip(rows, values, strict=True)):
         settled = min(ends) > 0 or max(ends) < 0
         colour = (ON_TIME if sign * value > 0 else VIOLATION) if settled else BASELINE
         if near[place]:
@@ -118,10 +118,10 @@ def draw_trade_off(
 ) -> Figure:
     """Draw policies in the plane of two measures, and the Pareto front of all of them.
 
-    `kinds` says what a trial is, such as its algorithm; each kind gets a colour, rules are grey.
+    `kinds` maps a trial to its kind, such as its algorithm; kinds have colours, rules are grey.
     """
-    points = np.array([[one.factor * float(row[one.key]) for one in (x, y)] for row in rows])
-    signs = np.array([1.0 if one.more_is_better else -1.0 for one in (x, y)])
+    points = np.array([[axis.factor * float(row[axis.key]) for axis in (x, y)] for row in rows])
+    signs = np.array([1.0 if axis.more_is_better else -1.0 for axis in (x, y)])
     shown = _near(points * signs)
     best = front(points[shown] * signs) * signs
     on_front = sum(
@@ -142,17 +142,17 @@ def draw_trade_off(
         drawn = [kinds.get(str(row["policy"]), "") == kind for row in rows] & shown
         sideways, upwards = points[drawn].T
         axes.scatter(sideways, upwards, 22, colour, label=words(kind) or "rule", zorder=3)
-    # Towards the middle, and in turns above and below: neighbours can be close.
+    # Label towards the middle, alternately above and below, because neighbours can be close.
     for number, point in enumerate(sorted(best.tolist())):
-        here = [name for name, one in zip(names, points.tolist(), strict=True) if one == point]
+        here = [name for name, other in zip(names, points.tolist(), strict=True) if other == point]
         is_right = point[0] > points[shown, 0].mean()
         axes.annotate(
             ", ".join(here), point, (-5 if is_right else 5, -9 if number % 2 else 5), fontsize=6.5,
             textcoords="offset points", ha="right" if is_right else "left", zorder=4,
         )  # fmt: skip
     if beyond := [name for name, near in zip(names, shown, strict=True) if not near]:
-        told = textwrap.fill(f"far off: {', '.join(beyond)}", 100)
-        axes.set_title(told, fontsize=6.5, loc="left", color="#555555")
+        note = textwrap.fill(f"far off: {', '.join(beyond)}", 100)
+        axes.set_title(note, fontsize=6.5, loc="left", color="#555555")
     axes.margins(0.12)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     return figure

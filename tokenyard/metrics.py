@@ -21,14 +21,14 @@ SERVICE_WINDOW_S = 60.0
 
 def mean(values: FloatArray) -> float:
     """Mean of the values that are not NaN; NaN when there is none."""
-    known = _known(values)
-    return float(known.mean()) if len(known) else math.nan
+    valid = _known(values)
+    return float(valid.mean()) if len(valid) else math.nan
 
 
 def percentile(values: FloatArray, percent: float) -> float:
     """Percentile, linear between ranks, of the values that are not NaN; NaN when there is none."""
-    known = _known(values)
-    return float(np.percentile(known, percent)) if len(known) else math.nan
+    valid = _known(values)
+    return float(np.percentile(valid, percent)) if len(valid) else math.nan
 
 
 def fraction(part: float, whole: float) -> float:
@@ -179,22 +179,22 @@ def service_gaps_tokens_per_s(
     tenant: IntArray,
     weights: FloatArray,
 ) -> FloatArray:
-    """By how much the worst-off tenant was served less than the best-off, window by window.
+    """Return how much less the worst-off tenant was served than the best-off, by window.
 
-    In a window, a tenant is served the prompts that end (with the first token) and the tokens
-    that are generated, spread evenly from first token to completion; divided by its weight
-    relative to the mean weight. Its gap is what the best-served tenant got more, but at most what
-    it asked for itself and did not get: who wants less than its share is not treated unfairly.
-    After the service difference of Sheng et al. 2024 (Fairness in Serving Large Language Models,
-    arXiv:2401.00588), with equal prices of prompt and output tokens and in windows of our own.
-    Requests that did not complete ask for nothing and get nothing.
+    A tenant's service in a window is the prompts that end there (with the first token) and the
+    output tokens, spread evenly from first token to completion, divided by the tenant's weight
+    relative to the mean weight. Its gap to the best-served tenant is capped at its own demand
+    that was not served: a tenant that wants less than its share is not treated unfairly.
+    The measure follows the service difference of Sheng et al. 2024 (Fairness in Serving Large
+    Language Models, arXiv:2401.00588), with equal prices of prompt and output tokens and our own
+    windows. Requests that did not complete count as neither demand nor service.
 
     Args:
         arrival_s: Clock time of arrival, seconds, shape (num_requests,).
         ttft_s: Time to the first token, seconds, shape (num_requests,).
         response_s: End-to-end response time, seconds, shape (num_requests,).
         tokens: Prompt and output tokens, shape (num_requests, 2).
-        tenant: Whose request it is, shape (num_requests,).
+        tenant: Tenant of each request, shape (num_requests,).
         weights: Share of the service that each tenant is entitled to, shape (num_tenants,).
 
     Returns:
@@ -204,18 +204,18 @@ def service_gaps_tokens_per_s(
     done = ~np.isnan(response_s)
     num_windows = int((arrival_s[-1] - arrival_s[0]) // SERVICE_WINDOW_S)
     edges = arrival_s[0] + SERVICE_WINDOW_S * np.arange(num_windows + 1)
-    asked = np.empty((len(weights), num_windows + 1))
-    served = np.empty_like(asked)
+    wanted = np.empty((len(weights), num_windows + 1))
+    served = np.empty_like(wanted)
     for which, weight in enumerate(weights / weights.mean()):
         mine = done & (tenant == which)
         prompt, output = tokens[mine].T
         start, first, end = (arrival_s[mine] + s[mine] for s in (0 * ttft_s, ttft_s, response_s))
-        asked[which] = _until(edges, start, start, prompt + output) / weight
+        wanted[which] = _until(edges, start, start, prompt + output) / weight
         served[which] = (
             _until(edges, first, first, prompt) + _until(edges, first, end, output)
         ) / weight
     got = np.diff(served, axis=1)
-    lacking = asked[:, 1:] - served[:, :-1] - got
+    lacking = wanted[:, 1:] - served[:, :-1] - got
     gaps: FloatArray = np.minimum(got.max(axis=0) - got, lacking).max(axis=0, initial=0.0)
     return gaps / SERVICE_WINDOW_S
 

@@ -399,12 +399,12 @@ def _named_in(path: Path) -> object:
 
 
 def _of_suite(suite: str) -> AnyProblem:
-    known: list[str] = []
+    suites: list[str] = []
     for problem in _problems():
         if suite in problem.suites:
             return problem
-        known += problem.suites
-    raise ValueError(f"unknown suite {suite!r}; choose one of {known}")
+        suites += problem.suites
+    raise ValueError(f"unknown suite {suite!r}; choose one of {suites}")
 
 
 def _problems() -> Iterator[AnyProblem]:

@@ -23,9 +23,9 @@ _PACKAGES = ("tokenyard", "numpy", "numba", "ray", "torch", "gymnasium", "mlflow
 
 
 def _result_file(texts: list[str]) -> Path:
-    """Refuse a file that cannot be written when the command begins, not once it has its rows."""
+    """Refuse a file that cannot be written, before the command does its work."""
     path = Path(texts[0])
-    there = next(one for one in (path, *path.parents) if os.path.exists(one))
+    there = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if path.is_dir():
         sys.exit(f"{path} is a folder; name a file")
     if there != path and not there.is_dir():
@@ -80,14 +80,14 @@ def lineage() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that results depend on; those installed."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of the installed packages that results depend on."""
+    installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def write_result(

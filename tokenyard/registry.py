@@ -167,9 +167,9 @@ def offer(client: MlflowClient, model: str, artifact: TrainedPolicy) -> str:
 def enter(
     tracking_uri: str, model: str, artifact: TrainedPolicy, tags: Mapping[str, str]
 ) -> tuple[str, dict[str, str]]:
-    """Register an artifact that is about to be promoted, with tags, unless its hash is there.
+    """Register an artifact before its promotion, with tags, unless its hash is there.
 
-    No alias moves. Gives its version, and the model's versions by alias.
+    Returns its version, and the model's versions by alias. No alias moves.
 
     Raises:
         ArtifactError: The registry cannot be written.
@@ -181,8 +181,8 @@ def enter(
             version = _add(client, model, _log(client, _PROMOTIONS, model, artifact), artifact)
         # A policy from a sweep is registered with the run that made it.
         run = client.get_model_version(model, version).run_id or "unknown"
-        known = {key: value for key, value in tags.items() if value != "unknown"}
-        made_of = {_HASH_TAG: artifact.sha256, "lineage.sweep_run": run} | known
+        known_tags = {key: value for key, value in tags.items() if value != "unknown"}
+        made_of = {_HASH_TAG: artifact.sha256, "lineage.sweep_run": run} | known_tags
         for key, value in made_of.items():
             client.set_model_version_tag(model, version, key, value)
         return version, aliases_of(client, model)
@@ -205,23 +205,21 @@ def promoted(before: Mapping[str, str], version: str) -> dict[str, str]:
 def settle(
     tracking_uri: str, model: str, wanted: Mapping[str, str], known: Collection[str]
 ) -> bool:
-    """Give `champion` and `previous` to the wanted versions, take away the others; whether it did.
+    """Move `champion` and `previous` to the wanted versions, remove others; return whether it did.
 
-    Where a version is champion that is not among `known`, somebody else has promoted it since, and
-    nothing is changed.
+    If the champion is not among `known`, somebody else has promoted it since, and nothing changes.
 
     Raises:
-        ArtifactError: The registry cannot be written, or is a file that is not there; to try again
-            does no harm.
+        ArtifactError: The registry cannot be written, or its file is missing; a retry is safe.
     """
-    # One that is away for a while must not find another in its place.
+    # A registry that is away for a while must not be replaced by a new one.
     _refuse_missing(tracking_uri)
     with _named(tracking_uri):
         client = _impatient(tracking_uri)
         now = aliases_of(client, model)
         if now.get(CHAMPION) not in {None, wanted.get(CHAMPION), *known}:
             return False
-        # What is served next depends on the champion.
+        # The champion moves first: serving depends on it.
         for alias in (CHAMPION, PREVIOUS):
             if alias in wanted and now.get(alias) != wanted[alias]:
                 client.set_registered_model_alias(model, alias, wanted[alias])
@@ -238,9 +236,9 @@ def _impatient(tracking_uri: str) -> MlflowClient:
 
 
 def _find(client: MlflowClient, model: str, artifact: TrainedPolicy) -> str | None:
-    """The version that holds the same policy already: a resumed sweep registers it again."""
-    found = client.search_model_versions(f"name = '{model}'")
-    return {one.tags.get(_HASH_TAG): str(one.version) for one in found}.get(artifact.sha256)
+    """Return the version of the same policy, which a resumed sweep registers again."""
+    versions = client.search_model_versions(f"name = '{model}'")
+    return {v.tags.get(_HASH_TAG): str(v.version) for v in versions}.get(artifact.sha256)
 
 
 def _add(client: MlflowClient, model: str, run_id: str, artifact: TrainedPolicy) -> str:
@@ -265,11 +263,11 @@ def log_artifact(client: MlflowClient, run_id: str, artifact: TrainedPolicy) -> 
 
 def _log(client: MlflowClient, experiment: str, model: str, artifact: TrainedPolicy) -> str:
     """Log an artifact with its metrics and lineage into a run of its own; return the run's id."""
-    found = client.get_experiment_by_name(experiment)
-    if found is None:
+    existing = client.get_experiment_by_name(experiment)
+    if existing is None:
         number = client.create_experiment(experiment, _artifact_location(client.tracking_uri))
     else:
-        number = found.experiment_id
+        number = existing.experiment_id
     run_id = str(client.create_run(number, run_name=f"{model}-{artifact.sha256}").info.run_id)
     log_artifact(client, run_id, artifact)
     for key, value in artifact.metadata.metrics.items():

@@ -57,15 +57,15 @@ class DemandGenerator(FrozenModel):
     innovation_std: Annotated[float, Field(ge=0)]
 
     def sample(self, num_slots: int, rng: np.random.Generator, day_slots: int) -> FloatArray:
-        """Draw a stretch that starts at midnight, shape (num_slots,), values in [0, 1.2]."""
+        """Draw demand from midnight on, shape (num_slots,), values in [0, 1.2]."""
         num_days = -(-num_slots // day_slots) + 1
         levels = rng.normal(0.0, self.day_std, num_days)
-        # Levels turn into each other over the day instead of jumping at midnight.
+        # The level changes gradually over the day instead of jumping at midnight.
         day = np.arange(num_slots) / day_slots
         level = np.interp(day, np.arange(num_days), levels)
-        one, two = self.autoregression
+        lag_1, lag_2 = self.autoregression
         noise = rng.normal(0.0, self.innovation_std, num_slots + day_slots)
-        residual = lfilter([1.0], [1.0, -one, -two], noise)
+        residual = lfilter([1.0], [1.0, -lag_1, -lag_2], noise)
         log = harmonics(day) @ np.array(self.profile) + level + residual[day_slots:]
         return np.asarray(np.clip(np.exp(log) - self.floor, 0.0, _MOST_OF_TRACE))
 

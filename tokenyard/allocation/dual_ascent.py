@@ -43,17 +43,17 @@ def dual_ascent(
     num_steps: int = 20,
     seed: int = 0,
 ) -> Constrained:
-    """Find the least of the multipliers tried that attains the SLO on the training part.
+    """Return the smallest multiplier tried that attains the SLO on the training part.
 
     Args:
-        scenario: What is planned for.
-        cost: What is to be small, without a weight on SLO violations; None: dollars.
+        scenario: Scenario to plan for.
+        cost: Objective to minimise, without a weight on SLO violations; None: dollars.
         target: Least share of requests that attain the SLO, in (0, 1).
         num_steps: Multipliers tried.
-        seed: Of the noise of demand.
+        seed: Seed of the noise of demand.
 
     Raises:
-        ValueError: None of them keeps it.
+        ValueError: No multiplier attains the SLO.
     """
     stream = demand_source(scenario).train(30_000 + seed)
     weights = cost or Objective(usd=1.0)
@@ -64,7 +64,7 @@ def dual_ascent(
         history.append((multiplier, attainment(run_planner(scenario, stream, objective))))
         percent_short = 100 * (target - history[-1][1])
         multiplier *= float(np.exp(np.clip(_STEP * percent_short / np.sqrt(step + 1), -1.0, 1.0)))
-    kept = [one for one in history if one[1] >= target]
+    kept = [tried for tried in history if tried[1] >= target]
     if not kept:
         raise ValueError(
             f"no price of an SLO violation up to {max(history)[0]:.3g} keeps {target:.1%} of "

@@ -109,15 +109,15 @@ class Forecaster(FrozenModel):
         num, day = len(demand_per_s), self.slots_per_day
         short, places = day, np.arange(num)
         if day > _LOOKED_AT:
-            # Of days of many slots only what is looked at is gathered, as if they had no more.
+            # For days of many slots, gather only the slots that the inputs use.
             short = _LOOKED_AT
             days = [np.arange(short) - k * day for k in (2, 1, 0)]
             places = num - _LOOKED_AT_BEFORE + np.concatenate(days)
             places = places[: 2 * short + _LOOKED_AT_BEFORE]
-        known = places >= 0
-        demand = np.array([demand_per_s[place] for place in places[known]])
+        is_past = places >= 0
+        demand = np.array([demand_per_s[place] for place in places[is_past]])
         deviation = np.zeros(len(places))
-        deviation[known] = self._log(demand) - self._profile_at(end_slot - num + places[known])
+        deviation[is_past] = self._log(demand) - self._profile_at(end_slot - num + places[is_past])
         inputs = _inputs(deviation, at - num + len(places), short)
         return self._predict(inputs, end_slot - num + at)
 
@@ -151,25 +151,25 @@ class Forecaster(FrozenModel):
         return median_per_s * factor
 
     def _weighed(self, log: FloatArray, medians: FloatArray, at: IntArray) -> Outlook:
-        """Weigh forecasts made before the consecutive slots `at` against going on as it was."""
+        """Average forecasts made before the consecutive slots `at` with the recent level."""
         summed = np.concatenate([[0.0], np.cumsum(log)])
         low = np.maximum(at - _LEVEL_SLOTS, 0)
         level = (summed[at] - summed[low]) / np.maximum(at - low, 1)
-        # Errors about the slot, made `_LEAD` slots before it; the last slot's is not known yet.
+        # Errors of forecasts made `_LEAD` slots ahead; the last slot's error is not known yet.
         about = at[_LEAD:-1]
         own = np.square(log[about] - np.log(medians[: len(about), _LEAD]))
         steady = np.square(log[about] - level[: len(about)])
         reached = about >= _LEAD + _LEVEL_SLOTS
         sums = [
-            np.concatenate([[0.0], np.cumsum(one * reached)])
-            for one in (own, steady, np.ones(len(about)))
+            np.concatenate([[0.0], np.cumsum(values * reached)])
+            for values in (own, steady, np.ones(len(about)))
         ]
         high = np.clip(at - at[0] - _LEAD, 0, len(about))
         since = np.maximum(high - _MEMORY, 0)
-        own_sum, steady_sum, known = (one[high] - one[since] for one in sums)
-        steady_error = steady_sum / np.maximum(known, 1.0) + 1e-9
-        ratio = own_sum / np.maximum(known, 1.0) / (_DOUBT * steady_error)
-        weight = np.where(known < _MEMORY // 2, 1.0, 1.0 / (1.0 + ratio**_SHARPNESS))
+        own_sum, steady_sum, count = (summed[high] - summed[since] for summed in sums)
+        steady_error = steady_sum / np.maximum(count, 1.0) + 1e-9
+        ratio = own_sum / np.maximum(count, 1.0) / (_DOUBT * steady_error)
+        weight = np.where(count < _MEMORY // 2, 1.0, 1.0 / (1.0 + ratio**_SHARPNESS))
         own_share, steady_share = weight[:, None], 1.0 - weight[:, None]
         mixed = own_share * np.log(medians) + steady_share * level[:, None]
         spread = own_share * self._spread + steady_share * np.sqrt(steady_error)[:, None]
@@ -226,7 +226,7 @@ def fit_forecaster(streams: list[DemandStream], slots_per_day: int) -> Forecaste
     inputs = [_inputs(d, np.arange(len(d)), slots_per_day) for d in deviations]
     weights, spread = [], []
     for h in range(NUM_HORIZONS):
-        x = np.vstack([one[: len(one) - h, h] for one in inputs])
+        x = np.vstack([rows[: len(rows) - h, h] for rows in inputs])
         y = np.concatenate([d[h:] for d in deviations])
         fitted = np.linalg.solve(x.T @ x + _RIDGE * np.eye(x.shape[1]), x.T @ y)
         weights.append(tuple(fitted.tolist()))
@@ -246,14 +246,14 @@ def history_slots(slots_per_day: int) -> int:
 
 def _inputs(deviation: FloatArray, at: IntArray, slots_per_day: int) -> FloatArray:
     """Inputs before the slots `at`, shape (len(at), NUM_HORIZONS, NUM_RECENT + 3)."""
-    # Two days and a bit of zeros before the first value stand for what is not known.
+    # Zeros stand for the two days and a bit before the first value.
     pad = 2 * slots_per_day + _AROUND
-    known = np.concatenate([np.zeros(pad), deviation])
-    summed = np.concatenate([[0.0], np.cumsum(known)])
+    padded = np.concatenate([np.zeros(pad), deviation])
+    summed = np.concatenate([[0.0], np.cumsum(padded)])
     here = at + pad
     inputs = np.ones((len(at), NUM_HORIZONS, NUM_RECENT + 3))
     latest = here[:, None] - 1 - np.arange(NUM_RECENT)
-    inputs[:, :, :NUM_RECENT] = known[latest][:, None, :]
+    inputs[:, :, :NUM_RECENT] = padded[latest][:, None, :]
     for day in (1, 2):
         centre = here[:, None] + np.arange(NUM_HORIZONS) - day * slots_per_day
         low = np.maximum(centre - _AROUND, 0)

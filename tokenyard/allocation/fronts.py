@@ -78,7 +78,7 @@ def measured(outcomes: AllocationOutcomes, scenario: AllocationScenario) -> dict
 
 
 def front_rows(scenario: AllocationScenario, num_weightings: int, seed: int) -> tuple[Rows, Rows]:
-    """Points of plans that never change and of planners, and the hypervolumes of their fronts."""
+    """Return the points of static plans and planners, and the hypervolumes of their fronts."""
     [stream] = PROBLEM.streams(scenario, "validation", 1, seed=0).streams
     runner = StreamRunner(scenario, stream)
     points: Rows = []
@@ -96,11 +96,11 @@ def front_rows(scenario: AllocationScenario, num_weightings: int, seed: int) -> 
     most = float(runner.sim.table.usd_per_hour.max())
     volumes: Rows = []
     for families in (("static",), ("adaptive",), ("static", "adaptive")):
-        found = goods(points, families)
-        volume = hypervolume(found, np.array([0.0, -most])) / most
+        pairs = goods(points, families)
+        volume = hypervolume(pairs, np.array([0.0, -most])) / most
         volumes.append(
             {"table": "hypervolume", "family": " and ".join(families), "hypervolume": volume,
-             "front_points": len(front(found))}
+             "front_points": len(front(pairs))}
         )  # fmt: skip
     return [{"table": "points", **point} for point in points], volumes
 
@@ -117,18 +117,18 @@ def goods(points: Sequence[Mapping[str, Any]], families: tuple[str, ...]) -> Flo
 
 
 def constraint_rows(scenario: AllocationScenario, attained: float, seed: int) -> Rows:
-    """Planners that attain the SLO at least cost, on the training part and on tests."""
+    """Measure planners that attain the SLO at least cost, in training and in tests."""
     rows: Rows = []
     test = demand_source(scenario).test(seed)
     for goal, cost in (("dollars", Objective(usd=1.0)), ("energy", Objective(energy=1.0))):
-        found = dual_ascent(scenario, cost, attained)
-        outcomes = run_planner(scenario, test, found.objective)
+        constrained = dual_ascent(scenario, cost, attained)
+        outcomes = run_planner(scenario, test, constrained.objective)
         rows.append(
             {
                 "table": "constraint",
                 "least": goal,
-                "multiplier": found.objective.violations,
-                "train_attainment": found.attainment,
+                "multiplier": constrained.objective.violations,
+                "train_attainment": constrained.attainment,
                 "test_attainment": attainment(outcomes),
                 **measured(outcomes, scenario),
             }
@@ -154,13 +154,13 @@ def draw_regions() -> Figure:
 
 
 def draw_front(points: Rows, scenario: AllocationScenario) -> Figure:
-    """Draw goodput over dollars of both families, each with its front."""
+    """Draw goodput over dollars and the front, for both families."""
     figure = Figure(figsize=(5.4, 3.6), layout="constrained", dpi=150)
     axes = figure.subplots()
     for family, colour in (("static", "0.55"), ("adaptive", "#3B7BA8")):
-        found = goods(points, (family,))
-        best = front(found)
-        axes.plot(-found[:, 1], found[:, 0], "o", color=colour, markersize=3, alpha=0.6)
+        pairs = goods(points, (family,))
+        best = front(pairs)
+        axes.plot(-pairs[:, 1], pairs[:, 0], "o", color=colour, markersize=3, alpha=0.6)
         axes.step(
             -best[:, 1], best[:, 0], where="pre", color=colour, label=f"{family}: front"
         )  # fmt: skip

@@ -109,15 +109,15 @@ def split(
 def judge(
     planner: PlannerModel, today: StreamRunner, fitted: StreamRunner, seed: int
 ) -> tuple[Interval, float]:
-    """Relative change of the cost on the last part, and the share of slots that differ."""
+    """Return the relative change of cost on the last part, and the share of changed plans."""
     before, after = today.run_planner(planner), fitted.run_planner(planner)
-    known, ours = -before.column(REWARD), -after.column(REWARD)
-    difference = ours - known
+    cost_today, cost_fitted = -before.column(REWARD), -after.column(REWARD)
+    difference = cost_fitted - cost_today
     interval = Interval(float(difference.mean()), np.nan, np.nan)
     blocks = BlockBootstrap.of(difference, np.random.default_rng([seed, 1]))
     if blocks is not None:
         means = blocks.resample(difference, lambda values: values.mean(axis=-1))
         interval = percentile_interval(interval.estimate, means)
     changed = float((after.plans != before.plans).mean())
-    # Where more is earned than paid, costs are negative.
-    return interval.over(abs(float(known.mean()))), changed
+    # Costs are negative where earnings exceed them.
+    return interval.over(abs(float(cost_today.mean()))), changed

@@ -86,13 +86,13 @@ class Allocation(Problem[AllocationScenario, AllocationArtifact, Demands, Alloca
     def candidate(
         self, scenario: AllocationScenario, name: str, registry: RegistryLookup | None = None
     ) -> Candidate[AllocationScenario, Demands, AllocationOutcomes]:
-        """A rule, a bound, `value_iteration`, `champion` or the path of a policy file (.npz).
+        """Load a rule, a bound, `value_iteration`, `champion` or a policy file (.npz) by path.
 
         Raises:
-            ValueError: The name is unknown, or what it needs is missing or of another scenario.
+            ValueError: The name is unknown, or its files are missing or of another scenario.
         """
         if name in ALLOCATION_BASELINES:
-            # Tuned parameters that are missing must show before a long run.
+            # Report missing tuned parameters before a long run.
             make_allocation_policy(name, AllocationContext(scenario, np.random.default_rng(0)))
             return Candidate(name, RULE, partial(_run_rule, name))
         if name == "value_iteration":
@@ -102,9 +102,9 @@ class Allocation(Problem[AllocationScenario, AllocationArtifact, Demands, Alloca
             return Candidate(name, "bound, no policy", partial(_run_bound, name))
         if name == "champion" or name.endswith(".npz"):
             return _learned(name, scenario, registry)
-        known = [*ALLOCATION_BASELINES, *TRAINED, *BOUNDS]
+        names = [*ALLOCATION_BASELINES, *TRAINED, *BOUNDS]
         raise ValueError(
-            f"unknown allocation policy {name!r}; give a policy file (.npz) or one of {known}"
+            f"unknown allocation policy {name!r}; give a policy file (.npz) or one of {names}"
         )
 
     def trained(

@@ -51,7 +51,7 @@ def read_telemetry(path: str | Path, slots_per_day: int) -> tuple[DemandStream, 
     """Read demand and its hash from a file, or from the `allocation.jsonl` of a folder.
 
     Raises:
-        ValueError: There is no such file, or a line is no record; names the line and the reason.
+        ValueError: There is no such file, or a line is no record; gives the line and the reason.
     """
     file = Path(path)
     if file.is_dir():
@@ -73,8 +73,8 @@ def read_telemetry(path: str | Path, slots_per_day: int) -> tuple[DemandStream, 
     gaps = np.flatnonzero(np.diff(slots) > _LONGEST_GAP)
     first = slots[gaps[-1] + 1] if len(gaps) else slots[0]
     every = np.arange(first, slots[-1] + 1)
-    known = slots[slots >= first]
-    before = known[np.searchsorted(known, every, side="right") - 1]
+    recorded = slots[slots >= first]
+    before = recorded[np.searchsorted(recorded, every, side="right") - 1]
     demand = np.array([records[int(slot)] for slot in before])
     digest = hashlib.sha256(np.ascontiguousarray(demand).tobytes()).hexdigest()[:12]
     return DemandStream(demand, 0, int(first % slots_per_day)), digest

@@ -48,7 +48,7 @@ def tune_allocation(scenario: AllocationScenario) -> TunedAllocation:
 def _best_rule(
     runner: StreamRunner, signals: dict[int, FloatArray], out_windows: tuple[int, ...]
 ) -> tuple[AutoscalerRule, float]:
-    """The autoscaler of least cost over the grid, and its cost per slot."""
+    """Return the cheapest autoscaler of the grid, and its cost per slot."""
     table = runner.sim.table
     best, least = None, np.inf
     for degree in tensor_degrees(table):
@@ -60,9 +60,9 @@ def _best_rule(
             outcomes = runner.run_autoscaler(
                 plans, signals[out_window] / out, signals[in_window] / back, cooldown
             )
-            found = _cost(outcomes)
-            if found < least:
-                least = found
+            cost = _cost(outcomes)
+            if cost < least:
+                least = cost
                 best = AutoscalerRule(
                     tensor_parallel=degree, out_utilisation=out, in_utilisation=back,
                     out_window=out_window, in_window=in_window, cooldown_slots=cooldown,

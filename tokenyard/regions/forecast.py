@@ -136,24 +136,22 @@ def fit_seasonal(
     quantile: float | None = None,
     num_days: int = NUM_TRAINING_DAYS,
 ) -> SeasonalForecaster:
-    """Fit profile, memory and fading to days of training.
+    """Fit profile, memory and fading to training days.
 
-    A forecast is the given quantile of what comes one slot ahead; None: its mean.
+    A forecast is the given quantile of the count one slot ahead; None: its mean.
     """
     days = training_counts(scenario, seed, num_days)
     mean = days.mean(axis=0)
     half = round(_SMOOTHING_S / scenario.slot_s)
     wrapped = np.pad(mean, ((half, half), (0, 0)), mode="wrap")
-    # Not a convolution, which rounds as the processor has it: plans hang on the last digit.
+    # A convolution would round differently on other processors, and plans depend on every digit.
     profile = sliding_window_view(wrapped, 2 * half + 1, axis=0).mean(axis=-1)
     streams = [_as_stream(day) for day in days[: max(2, num_days // 6)]]
     num_ahead = scenario.forecast_slots
 
     def error(memory: float, fading: float) -> float:
-        one = SeasonalForecaster(profile, memory, fading, num_ahead)
-        return float(
-            np.mean([_forecast_error(one.forecast_all(stream), stream) for stream in streams])
-        )
+        model = SeasonalForecaster(profile, memory, fading, num_ahead)
+        return float(np.mean([_forecast_error(model.forecast_all(s), s) for s in streams]))
 
     grid = [(m, f) for m in (0.4, 0.6, 0.8) for f in (0.85, 0.92, 1.0)]
     memory, fading = min(grid, key=lambda pair: error(*pair))
@@ -161,7 +159,7 @@ def fit_seasonal(
     if quantile is None:
         return fitted
     ratios = np.concatenate(
-        [(one.counts / fitted.forecast_all(one)[:, 0]).ravel() for one in streams]
+        [(stream.counts / fitted.forecast_all(stream)[:, 0]).ravel() for stream in streams]
     )
     margin = float(np.quantile(ratios, quantile))
     return SeasonalForecaster(profile, memory, fading, num_ahead, margin)

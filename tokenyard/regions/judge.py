@@ -55,15 +55,15 @@ def run_layouts(
 
 
 def best_rules(runs: Mapping[str, Sequence[Measured]]) -> list[str]:
-    """The rule that each unit is compared to: of least cost on the half without the unit.
+    """Return each unit's baseline: the rule of least cost on the half without that unit.
 
     Raises:
-        ValueError: No rule was run, or on one unit alone.
+        ValueError: No rule was run, or there is only one unit.
     """
     rules = [name for name in runs if name in REGION_BASELINES]
     if not rules:
         raise ValueError("no rule was run: name a baseline, or a rule among the policies")
-    costs = {name: np.array([one["total_cost"] for one in runs[name]]) for name in rules}
+    costs = {name: np.array([measured["total_cost"] for measured in runs[name]]) for name in rules}
     count = len(next(iter(costs.values())))
     if count < 2:
         raise ValueError("one layout has no other half to choose a rule on: name a baseline")

@@ -106,10 +106,10 @@ class Regions(Problem[RegionScenario, RegionArtifact, Episodes, Measured]):
         runs: Mapping[str, Sequence[Measured]],
         baseline: str,
     ) -> dict[str, Samples]:
-        """Measures by episode."""
+        """Return each policy's measures by episode."""
         return {
-            name: Samples({key: np.array([one[key] for one in some]) for key in some[0]})
-            for name, some in runs.items()
+            name: Samples({key: np.array([row[key] for row in rows]) for key in rows[0]})
+            for name, rows in runs.items()
         }
 
 

@@ -62,9 +62,9 @@ class KnobSearch(CrossEntropy):
         config: RegionSearchConfig | None = None,
         seed: int = 0,
     ) -> None:
-        """Start at the rule's knobs as they are; all zero stands for them."""
+        """Start at the rule's own knobs, which the zero vector stands for."""
         if name not in RECIPES:
-            tunable = [one for one, recipe in RECIPES.items() if recipe.tunable]
+            tunable = [rule for rule, recipe in RECIPES.items() if recipe.tunable]
             raise ValueError(f"unknown regional rule {name!r}; choose one of {tunable}")
         self._recipe = RECIPES[name]
         if not self._recipe.tunable:
@@ -75,7 +75,7 @@ class KnobSearch(CrossEntropy):
         self.scenarios = [
             scenario.model_copy(update={"num_slots": config.slots}) for scenario in scenarios
         ]
-        std = np.concatenate([_KNOB_STD[one] for one in self._recipe.tunable])
+        std = np.concatenate([_KNOB_STD[knob] for knob in self._recipe.tunable])
         super().__init__(
             np.zeros(len(std)), config.spread * std, population=config.population,
             num_elites=config.num_elites, seed=seed, noise=config.noise * config.spread,
@@ -114,16 +114,16 @@ class KnobSearch(CrossEntropy):
         }
 
     def costs(self, candidates: FloatArray, part: str, index: int) -> FloatArray:
-        """Costs of candidates, shape (candidates, parameters), on one drawn layout and stream.
+        """Return costs of candidates, shape (candidates, parameters), on a drawn layout and stream.
 
-        1 is as good as the start.
+        A cost of 1 equals the start's.
         """
         drawn = draw_layout(self.scenarios[index % len(self.scenarios)], self.seed, part, index)
         stream = sample_stream(drawn, stream_rng(self.seed, part, index))
         forecaster = fit_seasonal(drawn)
         start = self._measured(np.zeros_like(self.mean), drawn, stream, forecaster)
-        found = [self._measured(candidate, drawn, stream, forecaster) for candidate in candidates]
-        return np.array([cost(one, start) for one in found])
+        runs = [self._measured(candidate, drawn, stream, forecaster) for candidate in candidates]
+        return np.array([cost(run, start) for run in runs])
 
     def _measured(
         self,

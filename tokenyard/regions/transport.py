@@ -41,15 +41,15 @@ def exact(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArra
 
 
 def _by_pot(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArray:
-    # POT would import every array library that is installed, torch too, which takes seconds.
+    # POT would import every installed array library, torch too, which takes seconds.
     for library in ("PYTORCH", "JAX", "TENSORFLOW", "CUPY"):
         os.environ.setdefault(f"POT_BACKEND_DISABLE_{library}", "1")
     import ot
 
-    supply, demand, cost = (np.ascontiguousarray(one) for one in (supply, demand, cost))
+    supply, demand, cost = (np.ascontiguousarray(values) for values in (supply, demand, cost))
     plan = ot.emd(
         supply, demand, cost, numItermax=1_000_000,
-        center_dual=False, check_marginals=False,  # Nobody looks at the dual.
+        center_dual=False, check_marginals=False,  # The dual is not used.
     )  # fmt: skip
     return np.asarray(plan)
 
@@ -63,14 +63,14 @@ def _incidence(n: int, m: int) -> Any:
 def _by_linprog(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArray:
     rows, columns = _incidence(len(supply), len(demand))
     # One equation follows from the others, and rounding would make it contradict them.
-    found = linprog(
+    solution = linprog(
         cost.ravel(),
         A_eq=vstack([rows, columns[:-1]]),
         b_eq=np.concatenate([supply, demand[:-1]]),
         method="highs",
     )
-    assert found.success, found.message
-    return np.asarray(found.x).reshape(cost.shape)
+    assert solution.success, solution.message
+    return np.asarray(solution.x).reshape(cost.shape)
 
 
 def as_shares(plan: FloatArray, instead: FloatArray) -> FloatArray:
@@ -163,10 +163,10 @@ def receding_horizon(
     previous_load: FloatArray,
     switching_cost: float,
 ) -> FloatArray:
-    """Plan several slots at once, paying for changes of what regions serve; return all plans.
+    """Plan several slots at once with a cost for changes of the regions' loads.
 
     min sum_h <cost_h, P_h> + switching_cost |load_h - load_(h-1)|_1, with loads the column sums,
-    row sums given and capacities as bounds. Capacities are raised where demand does not fit.
+    row sums given and capacities as bounds. Capacities are scaled up if demand exceeds them.
 
     Args:
         demand: Row sums by slot, shape (slots, n).
@@ -195,7 +195,7 @@ def receding_horizon(
         ],
         format="csr",
     )
-    found = linprog(
+    solution = linprog(
         np.concatenate([cost.ravel(), np.full(slots * n, switching_cost)]),
         A_eq=equal.tocsr(),
         b_eq=demand.ravel(),
@@ -203,5 +203,5 @@ def receding_horizon(
         b_ub=np.concatenate([np.tile(bound, slots), before, -before]),
         method="highs",
     )
-    assert found.success, found.message
-    return np.asarray(found.x[: slots * n * n]).reshape(slots, n, n)
+    assert solution.success, solution.message
+    return np.asarray(solution.x[: slots * n * n]).reshape(slots, n, n)

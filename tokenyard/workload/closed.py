@@ -23,10 +23,10 @@ def draw_closed(
     model: WorkloadModel,
     block_tokens: int,
 ) -> Trace:
-    """Draw the requests of clients that play one session after the other.
+    """Draw the requests of clients that play one session after another.
 
-    The first session of a client is under way already. A session is left where every client has
-    had its share of the requests, so that all clients are there from beginning to end.
+    Each client begins in the middle of its first session. Sessions are cut off once every client
+    has had its share of the requests, so that all clients are active from beginning to end.
 
     Raises:
         ValueError: There are fewer requests than clients.
@@ -40,14 +40,14 @@ def draw_closed(
     place = np.full(len(chosen) + 1, -1)
     place[order] = np.arange(num_requests)
     following = np.where(is_last, -1, np.arange(len(chosen)) + 1)
-    told = sessions.trace(turns, chosen[order], arrival_s[order], block_tokens)
+    trace = sessions.trace(turns, chosen[order], arrival_s[order], block_tokens)
     own = SessionTurns(
         turns.session[chosen[order]], turns.turn[chosen[order]], place[following[order]],
         turns.think_s[chosen[order]], num_clients,
     )  # fmt: skip
     return Trace(
-        told.arrival_s, told.context_tokens, told.generated_tokens,
-        prefix_hashes=told.prefix_hashes, prefix_block_tokens=block_tokens, sessions=own,
+        trace.arrival_s, trace.context_tokens, trace.generated_tokens,
+        prefix_hashes=trace.prefix_hashes, prefix_block_tokens=block_tokens, sessions=own,
     )  # fmt: skip
 
 

@@ -99,16 +99,16 @@ def fetch(source: Source, target: Path, on_progress: Progress = lambda done, tot
 
 
 def verify(source: Source, path: Path) -> str | None:
-    """Check a file against what is known of it, and say in words what that was; None: nothing.
+    """Check a file's checksum or number of requests; return which, or None if neither is known.
 
     Raises:
-        DownloadError: It differs.
+        DownloadError: The file differs.
     """
     if source.sha256 is not None:
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != source.sha256:
-            raise DownloadError(f"{path} has sha256 {found}, expected {source.sha256}")
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != source.sha256:
+            raise DownloadError(f"{path} has sha256 {digest}, expected {source.sha256}")
         return "sha256"
     if source.num_requests is not None:
         with path.open("rb") as file:
@@ -132,11 +132,11 @@ def _download_from_any(urls: tuple[str, ...], part: Path, on_progress: Progress)
 
 
 def _download(url: str, part: Path, on_progress: Progress) -> None:
-    """Append to `part` what it lacks, or start over where the server cannot resume."""
+    """Append the missing bytes to `part`, or start over if the server cannot resume."""
     kept = _version_of(part)
     version = kept.read_text(encoding="utf-8") if kept.is_file() else ""
     start = part.stat().st_size if version and part.is_file() else 0
-    # Compressed transfer would make ranges count other bytes than the file's.
+    # With compression, ranges would not count the file's own bytes.
     headers = {"Accept-Encoding": "identity"}
     if start:
         headers |= {"Range": f"bytes={start}-", "If-Range": version}
@@ -152,8 +152,8 @@ def _download(url: str, part: Path, on_progress: Progress) -> None:
             total = _total_bytes(response, start if resumed else 0)
             with part.open("ab" if resumed else "wb") as file:
                 if not resumed:
-                    told = response.headers.get("ETag") or response.headers.get("Last-Modified")
-                    kept.write_text(told or "", encoding="utf-8")
+                    tag = response.headers.get("ETag") or response.headers.get("Last-Modified")
+                    kept.write_text(tag or "", encoding="utf-8")
                 for chunk in response.iter_bytes(_CHUNK_BYTES):
                     file.write(chunk)
                     on_progress(file.tell(), total)

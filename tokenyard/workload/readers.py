@@ -94,7 +94,7 @@ _NO_TRACES = {
     "messages": "a set of conversations",
 }
 """What JSON without the columns of a layout is, by a key of it."""
-_Found = tuple[Trace, int, str]
+_Parsed = tuple[Trace, int, str]
 """A trace, how many bad rows were left out, and what was recognised."""
 
 
@@ -125,19 +125,18 @@ def read_trace(
     block_tokens: int | None = None,
     tell: Callable[[str], object] = lambda _: None,
 ) -> tuple[Trace, int]:
-    """Read a trace file of any known layout, packed by gzip or not.
+    """Read a trace file of any known layout, with or without gzip.
 
-    Rows that are out of order are sorted. Requests that failed, which BurstGPT's traces have, are
-    left out. Units of times and blocks are found out where they are None. `tell` is called with a
-    line that says what was recognised.
+    Rows out of order are sorted. Failed requests, which BurstGPT's traces have, are left out.
+    Units of times and blocks are detected where they are None. `tell` gets one line about the
+    layout that was recognised.
 
     Returns:
         The trace, and how many bad rows were left out.
 
     Raises:
         TraceError: A row is bad and `on_bad_row` is `raise`, or more than 1 % of the rows are; a
-            column is missing; there is no row at all; or the unit of times is not given and cannot
-            be told.
+            column is missing; there is no row; or the unit of times cannot be detected.
     """
     path = Path(path)
     if block_tokens is not None and block_tokens < 1:
@@ -145,13 +144,13 @@ def read_trace(
     try:
         layout, header = _sniff(path)
         layout = layout._replace(block_tokens=block_tokens or layout.block_tokens)
-        found = _read_clean_csv(path, layout, header, time_unit) if header else None
-        if found is None:
+        parsed = _read_clean_csv(path, layout, header, time_unit) if header else None
+        if parsed is None:
             rows = list(_csv_rows(path, layout, header) if header else _json_rows(path, layout))
-            found = _from_rows(path, rows, layout, time_unit, on_bad_row)
+            parsed = _from_rows(path, rows, layout, time_unit, on_bad_row)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path}: what was packed by gzip is broken: {error}") from None
-    trace, bad, described = found
+    trace, bad, described = parsed
     if block_tokens is None:
         _check_blocks(path, trace)
     tell(f"trace {path}: {described}")
@@ -202,15 +201,15 @@ def _sniff(path: Path) -> tuple[_Layout, list[str] | None]:
             raise TraceError(f"{path}, line 1: missing column {missing[0]}; found {shown}")
     if {"\0", "\ufffd"} & set(first_line):
         raise TraceError(f"{path}, line 1: this is no text in UTF-8; unpack or convert it first")
-    known = " or ".join(",".join(layout[1:4]) for layout in _LAYOUTS[:3])
+    columns = " or ".join(",".join(layout[1:4]) for layout in _LAYOUTS[:3])
     raise TraceError(
-        f"{path}, line 1: unknown header {_quote(first_line)}; expected {known}, or JSON"
+        f"{path}, line 1: unknown header {_quote(first_line)}; expected {columns}, or JSON"
     )
 
 
 def _read_clean_csv(
     path: Path, layout: _Layout, header: list[str], time_unit: TimeUnit | None
-) -> _Found | None:
+) -> _Parsed | None:
     """Read all rows at once; None as soon as anything is wrong with one of them."""
     types = {layout.context: "int64", layout.generated: "int64"}
     packing: Literal["gzip"] | None = "gzip" if _is_packed(path) else None
@@ -229,7 +228,7 @@ def _read_clean_csv(
     times = _parse_times(path, frame[layout.time], layout, time_unit)
     if not np.isfinite(times.seconds).all() or _astray_s(times.seconds).any():
         return None
-    return _found(path, layout, times, tokens, None, 0)
+    return _clean(path, layout, times, tokens, None, 0)
 
 
 def _csv_rows(path: Path, layout: _Layout, header: list[str]) -> Iterator[_Row]:
@@ -277,7 +276,7 @@ def _json_rows(path: Path, layout: _Layout) -> Iterator[_Row]:
 
 def _from_rows(
     path: Path, rows: list[_Row], layout: _Layout, time_unit: TimeUnit | None, on_bad_row: OnBadRow
-) -> _Found:
+) -> _Parsed:
     """Build the trace from the good rows; see `read_trace` for what happens to the others."""
     if not rows:
         raise TraceError(f"{path}, line 2: the file has a header and no request")
@@ -297,7 +296,7 @@ def _from_rows(
     kept = [rows[i] for i in good]
     tokens = np.array([[int(float(r.context)), int(float(r.generated))] for r in kept], np.int64)
     hashes = None if layout.block_tokens is None else _numbered(row.hashes for row in kept)
-    return _found(path, layout, times._replace(seconds=times.seconds[good]), tokens, hashes, bad)
+    return _clean(path, layout, times._replace(seconds=times.seconds[good]), tokens, hashes, bad)
 
 
 def _numbered(chains: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -421,15 +420,15 @@ def _check_blocks(path: Path, trace: Trace) -> None:
         )
 
 
-def _found(
+def _clean(
     path: Path,
     layout: _Layout,
     times: _Times,
     tokens: IntArray,
     hashes: list[tuple[int, ...]] | None,
     bad: int,
-) -> _Found:
-    """Leave out what failed, sort the rest, and say what it is."""
+) -> _Parsed:
+    """Drop failed requests, sort the rest, and describe the trace."""
     seconds = times.seconds
     # BurstGPT's traces hold requests that failed, by an answer of no token.
     kept = np.flatnonzero((tokens[:, 1] > 0) | (layout.name != "BurstGPT"))

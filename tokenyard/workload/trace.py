@@ -160,10 +160,10 @@ class Trace:
         )
 
     def with_prefix_blocks(self, block_tokens: int) -> Trace:
-        """Tell shared prefixes in whole blocks of another size; what of a prompt is in none is cut.
+        """Express shared prefixes in whole blocks of another size; drop a prompt's partial block.
 
-        Two prompts share as many leading tokens as before, rounded down to whole blocks. Block
-        numbers are new.
+        Two prompts share as many leading tokens as before, rounded down to whole blocks. Blocks
+        get new numbers.
         """
         if self.prefix_hashes is None or block_tokens == self.prefix_block_tokens:
             return self
@@ -171,25 +171,25 @@ class Trace:
             raise ValueError(f"blocks of {block_tokens} tokens are none; give at least 1")
         numbers: dict[tuple[int, ...], int] = {}
         hashes = tuple(
-            self._rechunked(told, int(context), block_tokens, numbers)
-            for told, context in zip(self.prefix_hashes, self.context_tokens, strict=True)
+            self._rechunked(hashes, int(context), block_tokens, numbers)
+            for hashes, context in zip(self.prefix_hashes, self.context_tokens, strict=True)
         )
         return replace(self, prefix_hashes=hashes, prefix_block_tokens=block_tokens)
 
     def _rechunked(
-        self, told: tuple[int, ...], context: int, block_tokens: int,
+        self, hashes: tuple[int, ...], context: int, block_tokens: int,
         numbers: dict[tuple[int, ...], int],
     ) -> tuple[int, ...]:  # fmt: skip
         size = self.prefix_block_tokens
         assert size is not None
-        known = min(len(told) * size, context)
-        found: list[int] = []
-        for end in range(block_tokens, known + 1, block_tokens):
+        shared_tokens = min(len(hashes) * size, context)
+        blocks: list[int] = []
+        for end in range(block_tokens, shared_tokens + 1, block_tokens):
             begun, ended = -(-(end - block_tokens) // size), -(-end // size)
-            # The block before stands for all that came before.
-            key = (found[-1] if found else -1, *told[begun:ended])
-            found.append(numbers.setdefault(key, len(numbers)))
-        return tuple(found)
+            # The previous block's number stands for the whole prefix before it.
+            key = (blocks[-1] if blocks else -1, *hashes[begun:ended])
+            blocks.append(numbers.setdefault(key, len(numbers)))
+        return tuple(blocks)
 
     def _select(self, rows: _Selection) -> Trace:
         hashes = self.prefix_hashes

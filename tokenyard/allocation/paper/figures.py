@@ -23,15 +23,15 @@ from tokenyard.allocation.paper.simulator import (
     exact_values,
     literal_table,
 )
-from tokenyard.allocation.paper.study import Found, PaperStudy, policies
+from tokenyard.allocation.paper.study import PaperStudy, Scored, policies
 from tokenyard.types import FloatArray
 
 
 def draw(rows: Sequence[Mapping[str, Any]], study: PaperStudy) -> dict[str, Figure]:
-    """The paper's figures 2 to 13, of the correlated reading and the first seed."""
+    """Draw the paper's figures 2 to 13 for the correlated reading and the first seed."""
     table = literal_table("correlated", LiteralWeights(of_maxima=study.of_maxima), study.bins, 0)
-    found, optimal = policies(table, study.passes, 0), exact_values(table)
-    taken = found["q_learning"][0][table.states]
+    by_policy, optimal = policies(table, study.passes, 0), exact_values(table)
+    taken = by_policy["q_learning"][0][table.states]
     features = table.features[np.arange(table.num_slots), taken]
     shown = ("q_learning", "sarsa", "fixed")
     columns = {
@@ -44,7 +44,7 @@ def draw(rows: Sequence[Mapping[str, Any]], study: PaperStudy) -> dict[str, Figu
         "08_bandwidth": (features[:, BANDWIDTH], "network traffic, normalised, Q-learning's"),
     }
     figures = {name: _histogram(values, label) for name, (values, label) in columns.items()}
-    figures["09_gpus_per_state"] = _gpus_per_state(found, shown)
+    figures["09_gpus_per_state"] = _gpus_per_state(by_policy, shown)
     measured = {row["policy"]: row for row in rows if row["reading"] == "correlated"}
     figures["10_quality"] = _bars(
         {name: [measured[name][key] for key in ("accuracy", "precision", "f1")] for name in shown},
@@ -52,11 +52,11 @@ def draw(rows: Sequence[Mapping[str, Any]], study: PaperStudy) -> dict[str, Figu
     )
     efficiency = {}
     for name in shown:
-        own = table.features[np.arange(table.num_slots), found[name][0][table.states]]
+        own = table.features[np.arange(table.num_slots), by_policy[name][0][table.states]]
         efficiency[name] = [1 - own[:, LATENCY].mean(), 1 - own[:, POWER].mean()]
     figures["11_efficiency"] = _bars(efficiency, ("1 - latency", "1 - power"))
-    figures["12_confusion"] = _confusions(table, found, optimal, shown)
-    figures["13_roc"] = _rocs(table, found, optimal, shown)
+    figures["12_confusion"] = _confusions(table, by_policy, optimal, shown)
+    figures["13_roc"] = _rocs(table, by_policy, optimal, shown)
     return figures
 
 
@@ -74,10 +74,10 @@ def _histogram(values: FloatArray, label: str) -> Figure:
     return figure
 
 
-def _gpus_per_state(found: dict[str, Found], shown: tuple[str, ...]) -> Figure:
+def _gpus_per_state(by_policy: dict[str, Scored], shown: tuple[str, ...]) -> Figure:
     figure, axes = _axes(6.0)
     for k, name in enumerate(shown):
-        gpus = [decode_action(int(action))[1] for action in found[name][0]]
+        gpus = [decode_action(int(action))[1] for action in by_policy[name][0]]
         axes.bar(np.arange(1, NUM_STATES + 1) + 0.27 * (k - 1), gpus, 0.25, label=name)
     axes.set(xlabel="state: bin of CPU use", ylabel="GPUs", xticks=range(1, NUM_STATES + 1))
     axes.set_ylim(0, MAX_GPUS + 1.2)
@@ -99,13 +99,13 @@ def _bars(values: dict[str, list[float]], labels: tuple[str, ...]) -> Figure:
 
 
 def _confusions(
-    table: LiteralTable, found: dict[str, Found], optimal: FloatArray, shown: tuple[str, ...]
+    table: LiteralTable, by_policy: dict[str, Scored], optimal: FloatArray, shown: tuple[str, ...]
 ) -> Figure:
     figure = Figure(figsize=(9.5, 3.6), layout="constrained", dpi=150)
     names = [f"{decode_action(a)[0][0].upper()}{decode_action(a)[1]}" for a in range(NUM_ACTIONS)]
     panels = figure.subplots(1, len(shown), sharey=True)
     for axes, name in zip(panels, shown, strict=True):
-        confusion = decision_quality(found[name][0], optimal, table.states).confusion
+        confusion = decision_quality(by_policy[name][0], optimal, table.states).confusion
         image = axes.imshow(confusion / confusion.sum(), cmap="Blues", vmin=0, vmax=1)
         axes.set_xticks(range(NUM_ACTIONS), names, fontsize=6)
         axes.set_yticks(range(NUM_ACTIONS), names, fontsize=6)
@@ -116,12 +116,12 @@ def _confusions(
 
 
 def _rocs(
-    table: LiteralTable, found: dict[str, Found], optimal: FloatArray, shown: tuple[str, ...]
+    table: LiteralTable, by_policy: dict[str, Scored], optimal: FloatArray, shown: tuple[str, ...]
 ) -> Figure:
     figure, axes = _axes(4.2, 3.6)
     for name in shown:
         labels = optimal.argmax(axis=1)
-        fpr, tpr, area = one_vs_rest_roc(found[name][1], labels, table.states)
+        fpr, tpr, area = one_vs_rest_roc(by_policy[name][1], labels, table.states)
         axes.plot(fpr, tpr, label=f"{name}, area {area:.2f}")
     axes.plot([0, 1], [0, 1], color="0.7", linewidth=0.8)
     axes.set(xlabel="false positive rate", ylabel="true positive rate")

@@ -45,31 +45,31 @@ class PaperStudy:
     """The reward of section 2.3 in place of that of section 3."""
 
 
-Found = tuple[IntArray, FloatArray]
+Scored = tuple[IntArray, FloatArray]
 """Action per state, and action scores."""
 
 
-def policies(table: LiteralTable, passes: int, seed: int) -> dict[str, Found]:
-    """Every policy of one data set."""
+def policies(table: LiteralTable, passes: int, seed: int) -> dict[str, Scored]:
+    """Learn or compute every policy of one data set."""
     config = LearningConfig(passes=passes)
-    found: dict[str, Found] = {}
+    by_policy: dict[str, Scored] = {}
     for update in LEARNERS:
         q, _ = learn(table, update, config, seed)
-        found[update] = (q.argmax(axis=1), q)
+        by_policy[update] = (q.argmax(axis=1), q)
     rng = np.random.default_rng(seed)
     fixed = fixed_policy()
     static = np.full(NUM_STATES, int(table.rewards.mean(axis=0).argmax()))
     optimal = exact_values(table, config.gamma)
     drawn = rng.integers(0, NUM_ACTIONS, NUM_STATES)
     for name, policy in (("fixed", fixed), ("random_table", drawn), ("best_static", static)):
-        found[name] = (policy, np.eye(NUM_ACTIONS)[policy])
-    found["oracle"] = (optimal.argmax(axis=1), optimal)
-    return found
+        by_policy[name] = (policy, np.eye(NUM_ACTIONS)[policy])
+    by_policy["oracle"] = (optimal.argmax(axis=1), optimal)
+    return by_policy
 
 
-def measure(table: LiteralTable, found: Found, optimal: FloatArray) -> dict[str, float]:
-    """All measures of one policy on one data set."""
-    policy, scores = found
+def measure(table: LiteralTable, scored: Scored, optimal: FloatArray) -> dict[str, float]:
+    """Return all measures of one policy on one data set."""
+    policy, scores = scored
     quality = decision_quality(policy, optimal, table.states)
     _, _, area = one_vs_rest_roc(scores, optimal.argmax(axis=1), table.states)
     values = {name: getattr(quality, name) for name in MEASURES[1:-1]}
@@ -77,7 +77,7 @@ def measure(table: LiteralTable, found: Found, optimal: FloatArray) -> dict[str,
 
 
 def run_study(study: PaperStudy) -> list[Row]:
-    """Mean and standard deviation over seeds of every measure, by reading and policy."""
+    """Return each measure's mean and standard deviation over seeds, by reading and policy."""
     rows = []
     weights = LiteralWeights(of_maxima=study.of_maxima)
     for reading in get_args(Reading):
@@ -85,12 +85,12 @@ def run_study(study: PaperStudy) -> list[Row]:
         for seed in range(study.seeds):
             table = literal_table(reading, weights, study.bins, seed)
             optimal = exact_values(table)
-            for name, found in policies(table, study.passes, seed).items():
-                values.setdefault(name, []).append(measure(table, found, optimal))
+            for name, scored in policies(table, study.passes, seed).items():
+                values.setdefault(name, []).append(measure(table, scored, optimal))
         for name, each in values.items():
             row: Row = {"reading": reading, "policy": name, "seeds": study.seeds}
             for key in MEASURES:
-                row[key] = float(np.mean([one[key] for one in each]))
-                row[f"{key}_std"] = float(np.std([one[key] for one in each]))
+                row[key] = float(np.mean([measured[key] for measured in each]))
+                row[f"{key}_std"] = float(np.std([measured[key] for measured in each]))
             rows.append(row)
     return rows

@@ -57,6 +57,6 @@ def make_allocation_policy(name: str, context: AllocationContext) -> AllocationP
         ValueError: The name is unknown, or tuned parameters are missing.
     """
     if name not in ALLOCATION_BASELINES:
-        known, hint = sorted(ALLOCATION_BASELINES), did_you_mean(name, ALLOCATION_BASELINES)
-        raise ValueError(f"unknown allocation policy {name!r}; choose one of {known}{hint}")
+        names, hint = sorted(ALLOCATION_BASELINES), did_you_mean(name, ALLOCATION_BASELINES)
+        raise ValueError(f"unknown allocation policy {name!r}; choose one of {names}{hint}")
     return ALLOCATION_BASELINES[name](context)

@@ -108,10 +108,10 @@ def _is_of(plan: Plan, tensor_parallel: int) -> bool:
 
 
 def tensor_degrees(table: PlanTable) -> list[int]:
-    """Sizes of replicas without pipeline stages that some plan attains the SLO with."""
-    found = {
+    """Return the tensor-parallel degrees, without pipeline stages, that can attain the SLO."""
+    degrees = {
         p.tensor_parallel
         for p, c in zip(table.plans, table.goodput_capacity_per_s, strict=True)
         if c and p.pipeline_parallel == 1
     }
-    return sorted(found)
+    return sorted(degrees)

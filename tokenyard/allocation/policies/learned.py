@@ -129,15 +129,15 @@ class NetworkPlan:
         self._memories = np.array(scenario.memory_fractions)
 
     def observe(self, state: AllocationState) -> npt.NDArray[np.float32]:
-        """What the network was shown in training; the array is reused."""
+        """Return the observation that the network trained on; the array is reused."""
         scenario, measured, table = self._scenario, state.measured, self._table
         plan, scale = table.find(state.plan), table.pool_goodput_capacity_per_s
         demand = state.demand_per_s
         slot = round(state.time_s / scenario.slot_s)
         before = np.maximum(len(demand) - 1 - np.arange(NUM_RECENT_SHOWN), 0)
-        known = known_features(
+        shown = known_features(
             np.array([slot]),
-            np.array([[demand[one] for one in before]]),
+            np.array([[demand[slot] for slot in before]]),
             self._forecaster.forecast(demand, slot)[None],
             scale,
             scenario.slots_per_day,
@@ -152,7 +152,7 @@ class NetworkPlan:
         )  # fmt: skip
         write_observation(
             self._model, plan, state.slots_since_switch, state.budget_left, state.may_switch, out,
-            known, self._shapes[plan], scale, self._row,
+            shown, self._shapes[plan], scale, self._row,
         )  # fmt: skip
         return self._row
 

@@ -146,9 +146,9 @@ class Myopic:
 
 
 def candidate_index(table: PlanTable, planner: PlannerModel, plan: Plan) -> int:
-    """Candidate of the same shape as a plan."""
+    """Return the index of the candidate with the same shape as a plan."""
     for i, candidate in enumerate(planner.candidates.tolist()):
-        one = table.plans[candidate]
-        if one.num_gpus == plan.num_gpus and one.parallelism == plan.parallelism:
+        shape = table.plans[candidate]
+        if shape.num_gpus == plan.num_gpus and shape.parallelism == plan.parallelism:
             return i
     raise ValueError(f"{plan} has the shape of no plan of this pool")
