@@ -133,26 +133,26 @@ Measured = Mapping[str, FloatArray]
 
 
 def find_cells(quick: bool, sealed_seed: int) -> list[Cell]:
-    """Return the 32 cells, or 6 that are not recorded; `sealed_seed` draws those that come last."""
-    known = _QUICK if quick else _QUICK + _MORE
+    """Return the 32 cells, or 6 without recordings; `sealed_seed` draws the last ones."""
+    loads = _QUICK if quick else _QUICK + _MORE
     kinds = _QUICK_SEALED if quick else _QUICK_SEALED + _MORE_SEALED
     drawn = [
         draw_cluster(np.random.default_rng([sealed_seed, i]), kind) for i, kind in enumerate(kinds)
     ]
-    recorded = [] if quick else [one for one in map(load_scenario, _RECORDED) if _is_found(one)]
-    cells = [_cell(load_scenario(name), load) for name, load in known]
+    recorded = [] if quick else list(filter(_is_available, map(load_scenario, _RECORDED)))
+    cells = [_cell(load_scenario(name), load) for name, load in loads]
     cells += [
-        Cell(f"{one.name}, recorded", one, StreamSource(one).offered_load, is_recorded=True)
-        for one in recorded
+        Cell(f"{entry.name}, recorded", entry, StreamSource(entry).offered_load, is_recorded=True)
+        for entry in recorded
     ]
     return cells + [
-        _cell(one.model_copy(update={"name": f"sealed_{kind}_{i}"}), None, is_sealed=True)
-        for i, (one, kind) in enumerate(zip(drawn, kinds, strict=True))
+        _cell(cluster.model_copy(update={"name": f"sealed_{kind}_{i}"}), None, is_sealed=True)
+        for i, (cluster, kind) in enumerate(zip(drawn, kinds, strict=True))
     ]
 
 
-def _is_found(scenario: Scenario) -> bool:
-    """Whether the recorded test part is there."""
+def _is_available(scenario: Scenario) -> bool:
+    """Return whether the recorded test part is on this machine."""
     held_out = scenario.held_out_trace
     return held_out is not None and find_trace(held_out.name) is not None
 
@@ -160,29 +160,29 @@ def _is_found(scenario: Scenario) -> bool:
 def _cell(scenario: Scenario, load: float | None, is_sealed: bool = False) -> Cell:
     source = StreamSource(scenario)
     load = source.offered_load if load is None else load
-    told = f"at {load:.2f}"
+    at_load = f"at {load:.2f}"
     if scenario.arrivals.process == "closed":
         factor = load / source.offered_load
-        told = f"with {scenario.num_clients(factor * source.rate_per_s)} clients"
-    return Cell(f"{scenario.name} {told}", scenario, load, is_sealed)
+        at_load = f"with {scenario.num_clients(factor * source.rate_per_s)} clients"
+    return Cell(f"{scenario.name} {at_load}", scenario, load, is_sealed)
 
 
 def entries_of(cell: Cell, own: Sequence[str]) -> list[Entry]:
     """Return every rule whose signals the cell has, the policies that ship, files and URLs."""
     names = dict.fromkeys([*PROBLEM.policies_for(cell.scenario), DEFAULT_RULE])
-    known = [name for name in names if name != CHAMPION]
-    rules = [Entry(name, "rule", name) for name in known if _found(cell.scenario, name)]
-    champion = _found(cell.scenario, CHAMPION)
-    # Where the champion is a rule, that plays under its own name.
+    names.pop(CHAMPION, None)
+    rules = [Entry(name, "rule", name) for name in names if _candidate(cell.scenario, name)]
+    champion = _candidate(cell.scenario, CHAMPION)
+    # A champion that is a rule plays under the rule's name.
     ships = champion is not None and champion.rule is None
     trained = [Entry(CHAMPION, "learned", CHAMPION)] if ships else []
-    return rules + trained + [Entry(_shown(one, own), _kind(one), one) for one in own]
+    return rules + trained + [Entry(_shown(path, own), _kind(path), path) for path in own]
 
 
 def _shown(policy: str, own: Sequence[str]) -> str:
-    """A URL, or the name of a file: with its path where another entry has that name."""
+    """Return a URL, or the name of a file, with its path if another entry has that name."""
     name = Path(policy).stem
-    alike = {one for one in own if Path(one).stem == name}
+    alike = {path for path in own if Path(path).stem == name}
     if is_url(policy) or len(alike) > 1 or is_rule(name) or name == CHAMPION:
         return policy
     return name
@@ -194,8 +194,8 @@ def _kind(policy: str) -> EntryKind:
     return "file" if policy.endswith(SUFFIX) else "learned"
 
 
-def _found(scenario: Scenario, name: str) -> Candidate[Scenario, StreamSet, Run] | None:
-    """A policy that ships; None: it cannot play, such as a tuned rule where none is tuned."""
+def _candidate(scenario: Scenario, name: str) -> Candidate[Scenario, StreamSet, Run] | None:
+    """Return a policy that ships; None if it cannot play, such as a rule that is not tuned."""
     try:
         return PROBLEM.candidate(scenario, name)
     except ValueError:
@@ -203,10 +203,10 @@ def _found(scenario: Scenario, name: str) -> Candidate[Scenario, StreamSet, Run]
 
 
 def play(match: Match) -> Measured:
-    """Let an entry decide the streams of a cell.
+    """Run an entry's policy on the streams of a cell.
 
     Raises:
-        ValueError: It cannot, or failed.
+        ValueError: The entry cannot play this cell, or failed.
     """
     scenario, streams = streams_of(match)
     if match.entry.kind == "url":
@@ -216,24 +216,22 @@ def play(match: Match) -> Measured:
 
 
 def _shown_of(scenario: Scenario, runs: Sequence[Run]) -> Measured:
-    found = per_stream(scenario, runs)
-    return {key: found[key] for key in SHOWN if key in found}
+    measured = per_stream(scenario, runs)
+    return {key: measured[key] for key in SHOWN if key in measured}
 
 
 def _play_url(match: Match, scenario: Scenario, streams: StreamSet) -> Measured:
-    """Let a URL decide, and count the decisions that failed."""
-    asked: list[PolicyOfUrl] = []
+    """Play with a URL's decisions, and count those that failed."""
+    remotes: list[PolicyOfUrl] = []
 
     def factory(rng: np.random.Generator) -> PolicyOfUrl:
-        asked.append(PolicyOfUrl(match.entry.policy))
-        return asked[-1]
+        remotes.append(PolicyOfUrl(match.entry.policy))
+        return remotes[-1]
 
     runs = run_policy(scenario, streams, factory, match.seed)
-    failed = [
-        one.num_failed / len(stream) for one, stream in zip(asked, streams.requests, strict=True)
-    ]
-    for one in asked:
-        one.close()
+    failed = [p.num_failed / len(s) for p, s in zip(remotes, streams.requests, strict=True)]
+    for remote in remotes:
+        remote.close()
     return {**_shown_of(scenario, runs), FAILED: np.array(failed)}
 
 
@@ -250,7 +248,7 @@ def _drawn(
 
 
 def streams_of(match: Match) -> tuple[Scenario, StreamSet]:
-    """The scenario, which pays no rewards, and the streams of a match."""
+    """Return the scenario, without rewards, and the streams of a match."""
     cell = match.cell
     changed = {"requests_per_stream": match.size.requests, "reward": NO_REWARD}
     scenario = cell.scenario.model_copy(update=changed)
@@ -260,14 +258,14 @@ def streams_of(match: Match) -> tuple[Scenario, StreamSet]:
 
 
 def play_all(matches: Sequence[Match], mapped: Map) -> list[Measured | str]:
-    """Play matches; of those that failed the reason, a sentence.
+    """Play matches; return the measures of each, or a sentence on why it failed.
 
-    Rules of files and URLs play in processes of their own, since they may hang.
+    Rules of files and URLs may hang, so each plays in a process of its own.
     """
     ours = [match for match in matches if match.entry.kind not in _THEIRS]
-    found = dict(zip(map(id, ours), mapped(_try, ours), strict=True))
+    results = dict(zip(map(id, ours), mapped(_try, ours), strict=True))
     theirs = {id(match): _play_apart(match) for match in matches if match.entry.kind in _THEIRS}
-    return [(found | theirs)[id(match)] for match in matches]
+    return [(results | theirs)[id(match)] for match in matches]
 
 
 def _try(match: Match) -> Measured | str:
@@ -280,14 +278,14 @@ def _try(match: Match) -> Measured | str:
 def _play_apart(match: Match) -> Measured | str:
     context = get_context("spawn")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_tell, args=(match, there), daemon=True)
+    process = context.Process(target=_send_result, args=(match, there), daemon=True)
     process.start()
     there.close()
     try:
         if not here.poll(MOST_ENTRY_S):
             return f"{match.entry.name} took more than {MOST_ENTRY_S:g} s"
-        found: Measured | str = here.recv()
-        return found
+        result: Measured | str = here.recv()
+        return result
     except EOFError:
         return f"{match.entry.name} ended its process"
     finally:
@@ -295,7 +293,7 @@ def _play_apart(match: Match) -> Measured | str:
         process.join()
 
 
-def _tell(match: Match, there: Connection) -> None:
+def _send_result(match: Match, there: Connection) -> None:
     there.send(_try(match))
 
 
@@ -311,13 +309,13 @@ def hindsight_s(rules: Mapping[str, FloatArray]) -> tuple[FloatArray, tuple[str,
     return best_s, (names[chosen[0]], names[chosen[1]])
 
 
-def rows_of_cell(cell: Cell, found: Mapping[Entry, Measured], seed: int) -> list[Row]:
-    """One row per entry, best mean response first; docs/metrics.md defines the keys."""
-    rules = {one.name: found[one][MEAN] for one in found if one.kind == "rule"}
+def rows_of_cell(cell: Cell, results: Mapping[Entry, Measured], seed: int) -> list[Row]:
+    """Return a row per entry, best mean response first; docs/metrics.md defines the keys."""
+    rules = {entry.name: results[entry][MEAN] for entry in results if entry.kind == "rule"}
     best_s, names = hindsight_s(rules)
-    corrected = holm([paired_p_value(measured[MEAN] - best_s) for measured in found.values()])
+    corrected = holm([paired_p_value(measured[MEAN] - best_s) for measured in results.values()])
     rows: list[Row] = []
-    for (entry, measured), p_value in zip(found.items(), corrected, strict=True):
+    for (entry, measured), p_value in zip(results.items(), corrected, strict=True):
         regret = t_interval(measured[MEAN] - best_s).over(float(best_s.mean()))
         rows.append(
             {

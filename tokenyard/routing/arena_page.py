@@ -19,11 +19,11 @@ def write_page(
     rows: Sequence[Row],
     summed: Sequence[Row],
     failed: Sequence[str],
-    told: Sequence[str],
+    details: Sequence[str],
 ) -> None:
     """Write the page of `arena.rows_of_cell` and `arena.board`; its folder is created.
 
-    `failed` are sentences on entries that failed, `told` what was run, with what.
+    `failed` are sentences on entries that failed, `details` say what was run.
     """
     environment = Environment(
         loader=PackageLoader("tokenyard.routing", "."), autoescape=True, trim_blocks=True,
@@ -33,11 +33,11 @@ def write_page(
     cells = list(dict.fromkeys(str(row["cell"]) for row in rows))
     page = environment.get_template("arena.html").render(
         cells=cells,
-        found={(row["entry"], row["cell"]): row for row in rows},
+        results={(row["entry"], row["cell"]): row for row in rows},
         of_cell={cell: [row for row in rows if row["cell"] == cell] for cell in cells},
         summed=summed,
         failed=failed,
-        told=told,
+        details=details,
         significant=SIGNIFICANT,
     )
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ def draw_cluster(rng: np.random.Generator, kind: Kind = "servers") -> Scenario:
 
 
 def _draw_servers(rng: np.random.Generator, slotted: bool) -> Scenario:
-    """2 to 32 servers, fewer more often, of one, two, three or as many speeds as servers."""
+    """Draw 2 to 32 servers, mostly few, of one, two, three or all different speeds."""
     num = round(np.exp(rng.uniform(np.log(2), np.log(32))) ** 0.9 * 2**0.1)
     kinds = min(int(rng.choice([1, 2, 3, num], p=[0.15, 0.25, 0.3, 0.3])), num)
     slowest = rng.uniform(np.log(2000), np.log(5000))
@@ -62,16 +62,16 @@ def _draw_servers(rng: np.random.Generator, slotted: bool) -> Scenario:
         servers=tuple(
             Server(
                 name=f"server-{i}",
-                tokens_per_s=round(float(speeds[one])),
-                concurrency=max(round(float(speeds[one]) / 1000), 1),
+                tokens_per_s=round(float(speeds[kind])),
+                concurrency=max(round(float(speeds[kind]) / 1000), 1),
             )
-            for i, one in enumerate(which)
+            for i, kind in enumerate(which)
         ),
         discipline=discipline,
         workload=workload,
         arrivals=arrivals,
         output_length="by_context" if rng.random() < 0.8 else "none",
-        # A slot has a share of the speed, so that no single SLO would fit.
+        # A slot has only a share of the speed, so one SLO would not fit both.
         slo_response_s=3 * _SLO_S if discipline == "parallel_split" else _SLO_S,
         reward=NO_REWARD,
     )

@@ -75,15 +75,15 @@ def per_stream(scenario: Scenario, runs: Sequence[Run]) -> dict[str, FloatArray]
 def _resample(bootstrap: BlockBootstrap, run: Run, slo_s: float) -> dict[str, FloatArray]:
     offered_s = run.outcomes.offered_response_s
     violation = run.outcomes.violations(slo_s).astype(np.float64)
-    found = {
+    resampled = {
         "mean_response_s": bootstrap.resample(offered_s, _row_means),
         "p99_response_s": bootstrap.resample(offered_s, lambda x: np.percentile(x, 99, axis=1)),
         "mean_queue_length": bootstrap.resample(run.outcomes.waiting_seen, _row_means),
         "slo_violation_fraction": bootstrap.resample(violation, _row_means),
     }
     if run.rewards is not None:
-        found["reward"] = len(run.rewards) * bootstrap.resample(run.rewards, _row_means)
-    return found
+        resampled["reward"] = len(run.rewards) * bootstrap.resample(run.rewards, _row_means)
+    return resampled
 
 
 def _row_means(values: FloatArray) -> FloatArray:

@@ -131,11 +131,11 @@ class MeasuredReplica(_Replica, EngineSpeed):
         return 0.0
 
 
-def _kind(given: Any) -> str:
-    """Which of the two a file means, so that it is told only what is wrong with that one."""
-    if isinstance(given, dict):
-        return "measured" if "iteration_s" in given else "known"
-    return "measured" if isinstance(given, MeasuredReplica) else "known"
+def _kind(replica: Any) -> str:
+    """Return which kind of replica a file has, so that errors concern that kind alone."""
+    if isinstance(replica, dict):
+        return "measured" if "iteration_s" in replica else "known"
+    return "measured" if isinstance(replica, MeasuredReplica) else "known"
 
 
 AnyReplica = Annotated[
@@ -299,10 +299,10 @@ class Fleet(FrozenModel):
 
     @model_validator(mode="after")
     def _replicas_hold_a_page(self) -> Self:
-        for index, one in enumerate(self.replicas):
-            if one.kv_capacity_tokens < self.page_tokens:
+        for index, replica in enumerate(self.replicas):
+            if replica.kv_capacity_tokens < self.page_tokens:
                 raise ValueError(
                     f"replica {index} has room for the keys and values of "
-                    f"{one.kv_capacity_tokens:g} tokens, less than a page of {self.page_tokens}"
+                    f"{replica.kv_capacity_tokens:g} tokens, less than a page of {self.page_tokens}"
                 )
         return self

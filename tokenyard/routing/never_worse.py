@@ -53,18 +53,18 @@ def law_rng(seed: int, draw: int) -> np.random.Generator:
 
 
 def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREAMS) -> list[Row]:
-    """Play one draw: find its rival, and judge policies beside it.
+    """Play one draw: find its rival, and compare policies with it.
 
     Args:
         draw: Number of the draw.
         policies: `TUNED` or `BEST` with what may follow, policy files (.npz), or rules that
             compiled code decides for (`Replay.decide`).
-        seed: Of all draws.
-        streams: Of each half.
+        seed: Seed of all draws.
+        streams: Streams of each half.
 
     Returns:
-        One row per policy that is for such servers: `draw`, `cell`, `policy`, `rival`, what both
-        do, paired differences with 95 % intervals, `worse` and `far_worse`.
+        One row per policy for such servers: `draw`, `cell`, `policy`, `rival`, both results,
+        paired differences with 95 % intervals, `worse` and `far_worse`.
 
     Raises:
         ValueError: There are too few streams for an interval, or a policy is not known.
@@ -79,7 +79,7 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
 
     @cache
     def own(which: str) -> Replay:
-        # Copied, so that all that are tuned see the same requests.
+        # The copy lets all tuned policies see the same requests.
         return Replay(scenario, cluster.streams(*_own_streams(which, deepcopy(own_rng))))
 
     rival = choosing.best_rules()[0]
@@ -99,11 +99,11 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
         if decide is None:
             continue
         ours = judging.rows(decide)
-        found: Row = {
+        row: Row = {
             "draw": draw, "cell": scenario.name, "policy": name, "rule": rule,
             "rival": rival, "seed": seed, "stream_count": streams,
         }  # fmt: skip
-        rows.append(found | compared(ours, theirs))
+        rows.append(row | compared(ours, theirs))
     return rows
 
 
@@ -114,24 +114,24 @@ def _own_streams(which: str, rng: np.random.Generator) -> tuple[int, np.random.G
 
 
 def compared(ours: FloatArray, theirs: FloatArray) -> Row:
-    """Paired differences on streams, and whether they break the law.
+    """Return paired differences on streams, and whether they break the law.
 
     Args:
-        ours: What a policy does, shape (streams, len(NAMES)).
-        theirs: What its rival does on the same streams.
+        ours: Measures of a policy, shape (streams, len(NAMES)).
+        theirs: Measures of its rival on the same streams.
     """
-    found: Row = {}
+    row: Row = {}
     beyond = []
     for key, at in MEASURES.items():
         base = 1.0 if at == _VIOLATIONS else float(theirs[:, at].mean())
         interval = t_interval(ours[:, at] - theirs[:, at])
         unit = "violation" if at == _VIOLATIONS else "fraction"
         of = "slo" if at == _VIOLATIONS else key
-        found[f"delta_{of}_{unit}"] = interval.estimate / base
-        found[f"delta_{of}_ci_low"] = interval.low / base
-        found[f"delta_{of}_ci_high"] = interval.high / base
+        row[f"delta_{of}_{unit}"] = interval.estimate / base
+        row[f"delta_{of}_ci_low"] = interval.low / base
+        row[f"delta_{of}_ci_high"] = interval.high / base
         beyond.append(interval.low / base)
-    return found | {
+    return row | {
         "mean_response_s": float(ours[:, _MEAN].mean()),
         "p99_response_s": float(ours[:, _P99].mean()),
         "slo_violation_fraction": float(ours[:, _VIOLATIONS].mean()),
@@ -167,15 +167,15 @@ class LawVerdict:
     @property
     def row(self) -> Row:
         """One flat row, with `draw` "all"."""
-        found: Row = {
+        row: Row = {
             "draw": "all", "policy": self.policy, "draws": self.draws, "worse": self.worse,
             "far_worse": self.far_worse, "better": self.better, "holds": int(self.holds),
         }  # fmt: skip
         for key, number in self.by_measure.items():
-            found[f"worse_{key}"] = number
-            found[f"median_{key}"] = self.median[key]
-            found[f"mean_{key}"] = self.mean_of[key]
-        return found
+            row[f"worse_{key}"] = number
+            row[f"median_{key}"] = self.median[key]
+            row[f"mean_{key}"] = self.mean_of[key]
+        return row
 
 
 def verdict(rows: Sequence[Row]) -> LawVerdict:

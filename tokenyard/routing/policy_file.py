@@ -78,7 +78,7 @@ class PolicyOfFile:
     def _try(self, call: Any, *arguments: Any) -> Any:
         try:
             return call(*arguments)
-        except Exception as error:  # Whatever somebody else's code raises.
+        except Exception as error:  # The user's code may raise anything.
             raise PolicyFileError(f"{self._file}: {type(error).__name__}: {error}") from error
 
 
@@ -96,14 +96,14 @@ def load_rule(path: Path) -> type:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # Whatever somebody else's code raises.
+    except Exception as error:  # The user's code may raise anything.
         text = f"{path.name} cannot be loaded: {type(error).__name__}: {error}"
         raise PolicyFileError(text) from error
-    found = [
+    rules = [
         kind
         for kind in vars(module).values()
         if isinstance(kind, type) and kind.__module__ == module.__name__ and hasattr(kind, "route")
     ]
-    if len(found) != 1:
-        raise PolicyFileError(f"{path.name} has {len(found)} classes with `route`, and not one")
-    return found[0]
+    if len(rules) != 1:
+        raise PolicyFileError(f"{path.name} has {len(rules)} classes with `route`, and not one")
+    return rules[0]

@@ -79,8 +79,8 @@ class PolicyOfUrl:
         text = response.read()
         if response.status != http.client.OK:
             raise ValueError(f"{response.status} {text[:200].decode(errors='replace')}")
-        told = json.loads(text)
-        index = told.get("index") if isinstance(told, dict) else None
+        answer = json.loads(text)
+        index = answer.get("index") if isinstance(answer, dict) else None
         if type(index) is not int or not 0 <= index < len(snapshots):
             raise ValueError(f"index {index!r:.50} for {len(snapshots)} replicas")
         return index
@@ -114,19 +114,19 @@ class PolicyOfUrl:
 
 def _message(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> dict[str, Any]:
     """Body of `POST /v1/route`."""
-    asked = {
+    body = {
         "context_tokens": request.context_tokens,
         "predicted_total_tokens": request.predicted_total_tokens,
         "arrival_s": request.arrival_s,
     }
-    return {"request": asked, "snapshots": [_told(snapshot) for snapshot in snapshots]}
+    return {"request": body, "snapshots": [_snapshot_body(snapshot) for snapshot in snapshots]}
 
 
-def _told(snapshot: ReplicaSnapshot) -> dict[str, Any]:
-    """A snapshot as JSON has it: null where there is no number, and without queues."""
-    told = asdict(snapshot)
-    del told["queue"]
+def _snapshot_body(snapshot: ReplicaSnapshot) -> dict[str, Any]:
+    """Return a snapshot's JSON fields: NaN becomes null, and queues are left out."""
+    fields = asdict(snapshot)
+    del fields["queue"]
     for name in ("predicted_wait_s", "mean_response_s"):
-        told[name] = None if math.isnan(told[name]) else told[name]
-    told["observed_at_s"] = max(told["observed_at_s"], 0.0)
-    return told
+        fields[name] = None if math.isnan(fields[name]) else fields[name]
+    fields["observed_at_s"] = max(fields["observed_at_s"], 0.0)
+    return fields

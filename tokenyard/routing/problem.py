@@ -79,18 +79,18 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
     def candidate(
         self, scenario: Scenario, name: str, registry: RegistryLookup | None = None
     ) -> Candidate[Scenario, StreamSet, Run]:
-        """A rule, a bound, `champion`, or the path of a policy file (.npz or .py).
+        """Load a rule, a bound, `champion`, or a policy file (.npz or .py) by path.
 
         Raises:
-            ValueError: The name is unknown, or it cannot be run on this scenario; an artifact that
-                is missing or broken gives an ArtifactError, a Python file a PolicyFileError.
+            ValueError: The name is unknown, or it cannot be run on this scenario; a missing or
+                broken artifact gives an ArtifactError, a Python file a PolicyFileError.
         """
         if is_rule(name):
-            # Parameters that are missing must show before a long run.
+            # Report missing parameters before a long run.
             make_policy(name, _context(scenario, np.random.default_rng(0)))
             return Candidate(name, RULE, partial(_run_rule, name))
         if name in BOUNDS:
-            # One request is enough to be refused, where the bound does not exist for the servers.
+            # One request suffices to refuse a bound that does not exist for the servers.
             BOUNDS[name](scenario, StreamSource(scenario).sample(1, np.random.default_rng(0)), 0)
             return Candidate(name, "bound, no policy", partial(_run_bound, name))
         rule = RuleName.parse(name)
@@ -100,16 +100,16 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         if name == CHAMPION:
             return _champion(scenario, registry)
         if name.endswith(".npz"):
-            artifact, words = _found(scenario, name)
+            artifact, words = _policy_of(scenario, name)
             run = partial(_run_trained, artifact)
             return Candidate(Path(name).stem, words, run)
         if name.endswith(SUFFIX):
             path = Path(name)
             PolicyOfFile(path)
             return Candidate(path.stem, f"the rule of {path}", partial(_run_file, path))
-        known = [*BASELINES, CHAMPION, *BOUNDS]
+        names = [*BASELINES, CHAMPION, *BOUNDS]
         raise ValueError(
-            f"unknown policy {name!r}; give a policy file (.npz or .py) or one of {known}; "
+            f"unknown policy {name!r}; give a policy file (.npz or .py) or one of {names}; "
             f"+ and one of {sorted(ORDERS)} may follow a rule or champion"
         )
 
@@ -201,17 +201,17 @@ def _find_streams(source: StreamSource, options: StreamOptions) -> tuple[StreamS
     missing = "no recorded test part of this scenario was found (TOKENYARD_DATA)"
     if options.source == "held-out":
         raise ValueError(f"--source held-out: {missing}")
-    known = source.scenario.held_out_trace is None or options.source
-    notes = [] if known else [f"synthetic: {missing}"]
+    needs_no_note = source.scenario.held_out_trace is None or options.source
+    notes = [] if needs_no_note else [f"synthetic: {missing}"]
     factor = 1.0 if options.load is None else options.load / source.offered_load
     return synthetic_streams(source, options.count, options.seed, load_factor=factor), notes
 
 
 def _load_note(streams: StreamSet) -> str:
-    told = f"offered load: {streams.offered_load:.2f}"
+    note = f"offered load: {streams.offered_load:.2f}"
     if not streams.has_prefixes:
-        return told
-    return f"{told}, as if nothing were cached; {streams.warm_load:.2f}, as if all repeated were"
+        return note
+    return f"{note}, as if nothing were cached; {streams.warm_load:.2f}, as if all repeated were"
 
 
 def _champion(
@@ -219,20 +219,20 @@ def _champion(
 ) -> Candidate[Scenario, StreamSet, Run]:
     """The champion; where no policy was trained, the rule that decides in its place."""
     try:
-        artifact, words = _found(scenario, registry=registry)
+        artifact, words = _policy_of(scenario, registry=registry)
     except NoChampionError:
         rule = rule_for(scenario.name)
         return Candidate(CHAMPION, f"the rule {rule}", partial(_run_rule, rule), rule)
     return Candidate(CHAMPION, words, partial(_run_trained, artifact))
 
 
-def _found(
+def _policy_of(
     scenario: Scenario, path: str | None = None, registry: RegistryLookup | None = None
 ) -> tuple[PolicyArtifact, str]:
-    """A trained policy that suits the scenario, and where it comes from in words.
+    """Return a trained policy that fits the scenario, and a description of its source.
 
     Raises:
-        NoChampionError: There is none; `rule_for` says which rule decides in its place.
+        NoChampionError: There is none; `rule_for` names the rule that replaces it.
     """
     artifact, source = resolve_champion(scenario.name, path, registry)
     metadata = artifact.metadata
@@ -252,7 +252,7 @@ def _context(scenario: Scenario, rng: np.random.Generator) -> PolicyContext:
 def _run_rule(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:
     if not scenario.pays:
         servers = server_model(scenario)
-        # What is compiled decides alike, a hundred times as fast.
+        # The compiled rule decides alike, a hundred times as fast.
         decide = servers.compiled_rule(name) or servers.compiled_order(name)
         if decide is not None:
             return run_compiled(scenario, streams, decide)
@@ -266,9 +266,9 @@ def _run_rule(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> l
 def _champion_in_order(
     name: RuleName, scenario: Scenario, registry: RegistryLookup | None
 ) -> Candidate[Scenario, StreamSet, Run]:
-    """The champion's placement in another order."""
+    """Return the champion's placement with another order."""
     try:
-        artifact, words = _found(scenario, registry=registry)
+        artifact, words = _policy_of(scenario, registry=registry)
     except NoChampionError:
         rule = str(RuleName.parse(rule_for(scenario.name)).ordered(name.order))
         return Candidate(str(name), f"the rule {rule}", partial(_run_rule, rule), rule)

@@ -155,23 +155,23 @@ def started_at_best_rule(
 def started_at(
     scenario: Scenario, rule: str, config: SearchConfig, knobs: Mapping[str, float] | None = None
 ) -> SearchConfig:
-    """Start where a rule is: `PLACEMENT`, `PLACEMENT+ORDER` or `PLACEMENT+ORDER@KNOB:SET_BACK`.
+    """Start at a rule: `PLACEMENT`, `PLACEMENT+ORDER` or `PLACEMENT+ORDER@KNOB:SET_BACK`.
 
     Args:
-        scenario: Whose tuned placements count.
-        rule: Its name.
-        config: What else is searched, and how.
-        knobs: Of the order and of the placement that knows it, where the name has none.
+        scenario: Scenario of the tuned placements.
+        rule: Name of the rule.
+        config: The other settings of the search.
+        knobs: Knobs of the order and of an order-aware placement, if the name has none.
 
     Raises:
-        ValueError: The linear policy cannot be that placement, or the order is unknown.
+        ValueError: The linear policy cannot express that placement, or the order is unknown.
     """
     placement, order = RuleName.parse(rule)
     servers = server_model(scenario)
     weights = linear_weights(scenario, placement, knobs)
     if weights is None:
-        known = sorted((*servers.linear_placements(find_tuned(scenario.name)), IN_ORDER))
-        raise ValueError(f"a search cannot begin at {str(placement)!r}; give one of {known}")
+        placements = sorted((*servers.linear_placements(find_tuned(scenario.name)), IN_ORDER))
+        raise ValueError(f"a search cannot begin at {str(placement)!r}; give one of {placements}")
     return replace(
         config,
         start=(*weights, *(0.0,) * servers.num_slo_weights),
@@ -208,14 +208,14 @@ class PolicySearch(CrossEntropy):
         self.scenario = scenario
         self.config = config = config or SearchConfig()
         self._source = StreamSource(scenario)
-        # Nobody reads the rewards here.
+        # Rewards are not used here.
         self._sim = make_simulator(
             scenario, config.streams_per_generation, config.requests_per_stream, NO_REWARD
         )
         weights = np.array(config.start or np.zeros(self._sim.num_weights))
         self._num_weights = len(weights)
-        known = (order for order in server_model(scenario).orders if order in ORDER_WEIGHTS)
-        self._orders = [ORDER_WEIGHTS[order] for order in known]
+        names = (name for name in server_model(scenario).orders if name in ORDER_WEIGHTS)
+        self._orders = [ORDER_WEIGHTS[name] for name in names]
         orders = np.log1p(np.array(config.order)[self._orders])
         self._start: FloatArray = np.concatenate((weights, orders))
         std = np.full(len(self._start), config.initial_std)

@@ -67,7 +67,7 @@ class FinishedSearch:
 
 
 def run_study(scenario: Scenario, study: SearchStudy, jobs: int = 1) -> list[FinishedSearch]:
-    """Run all searches in `jobs` processes, then judge what they found.
+    """Run all searches in `jobs` processes, then judge their policies.
 
     Raises:
         ValueError: A number is out of its range.
@@ -77,22 +77,22 @@ def run_study(scenario: Scenario, study: SearchStudy, jobs: int = 1) -> list[Fin
             raise ValueError(f"--{name} {getattr(study, name)} must be at least {least}")
     wrong = [index for index in study.objectives if not 0 <= index < len(OBJECTIVES)]
     if wrong or not study.objectives:
-        told = f"no {wrong[0]} in them" if wrong else "give one"
-        raise ValueError(f"--objectives are 0 to {len(OBJECTIVES) - 1}: {told}")
+        reason = f"no {wrong[0]} in them" if wrong else "give one"
+        raise ValueError(f"--objectives are 0 to {len(OBJECTIVES) - 1}: {reason}")
     objectives = [OBJECTIVES[index] for index in study.objectives]
     tasks = list(itertools.product(objectives, range(study.seeds)))
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(search, scenario, study, *task) for task in tasks]
         searches = [future.result() for future in futures]
     judge = Judge(StreamSource(scenario), study.streams)
-    found = []
+    finished = []
     for (objective, seed), (policy, env_steps) in zip(tasks, searches, strict=True):
         scored = judge(policy)
         prices = {f"objective_{name}": value for name, value in asdict(objective).items()}
         made = {**lineage(), **lineage_of(scenario), "beats": judge.bar, "seed": str(seed)}
         row: Row = {**scored, **prices, "seed": seed, "env_steps": env_steps}
-        found.append(FinishedSearch(row, policy.described(recorded(scored) | prices, made)))
-    return found
+        finished.append(FinishedSearch(row, policy.described(recorded(scored) | prices, made)))
+    return finished
 
 
 def search(
@@ -118,7 +118,7 @@ def search(
     return policy.artifact(), policy.env_steps
 
 
-def best_of(found: list[FinishedSearch]) -> FinishedSearch | None:
-    """The search that is kept; None: the rules are not beaten."""
-    chosen = choose([one.row for one in found])
-    return None if chosen is None else found[chosen]
+def best_of(searches: list[FinishedSearch]) -> FinishedSearch | None:
+    """Return the search to keep; None if none beats the rules."""
+    chosen = choose([search.row for search in searches])
+    return None if chosen is None else searches[chosen]

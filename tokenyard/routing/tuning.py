@@ -53,8 +53,8 @@ def tune_rules(scenario: Scenario, num_streams: int, seed: int) -> TunedRules:
 
     Sizes are searched over quantiles of the sizes that the router sees, the dump replica over
     all replicas, and SITA's cuts one at a time until none of them moves, for every order of
-    unequal servers. Rules that only such servers tell apart are searched likewise, on their grids
-    and from the values of their sources, and so are the public rules (`tune_public_rules`).
+    unequal servers. The rules of the scenario's servers and the public rules (`tune_public_rules`)
+    are searched on their grids, from the values of their sources.
     """
     source = StreamSource(scenario)
     search = _Search(scenario, synthetic_streams(source, num_streams, seed, "training"))
@@ -73,56 +73,56 @@ def tune_rules(scenario: Scenario, num_streams: int, seed: int) -> TunedRules:
             "sed_dump": dump_score,
             "sita": sita_score,
         },
-        tuned_on=_told(scenario, num_streams, seed),
+        tuned_on=_stream_words(scenario, num_streams, seed),
     )
-    found = search.with_orders(search.with_public_rules(search.with_rules_of_servers(rules)))
-    return tune_loads(scenario, found, num_streams, seed)
+    tuned = search.with_orders(search.with_public_rules(search.with_rules_of_servers(rules)))
+    return tune_loads(scenario, tuned, num_streams, seed)
 
 
 def tune_public_rules(
     scenario: Scenario, rules: TunedRules, num_streams: int, seed: int
 ) -> TunedRules:
-    """Search the knobs of the public rules anew and keep what is known of the other rules.
+    """Search the knobs of the public rules anew and keep the other rules' parameters.
 
     Every rule may try `MOST_TRIALS` settings, on the same streams, from its makers' values. The
-    other rules keep their parameters and are scored on these streams too: scores are compared.
+    other rules are scored on these streams too, so that scores can be compared.
     """
     streams = synthetic_streams(StreamSource(scenario), num_streams, seed, "training")
     search = _Search(scenario, streams)
     others = [name for name in rules.scores if name.removeprefix(TUNED_PREFIX) not in PUBLIC_RULES]
-    told = _told(scenario, num_streams, seed)
-    found = search.with_public_rules(search.scored_anew(rules, others, "public rules", told))
-    # An order may stand beside a public rule, whose knobs are others now.
-    orders = {name: search.score_of(name, found) for name in found.order_scores}
-    found = found.model_copy(update={"order_scores": orders})
-    return tune_loads(scenario, found, num_streams, seed)
+    tuned_on = _stream_words(scenario, num_streams, seed)
+    tuned = search.with_public_rules(search.scored_anew(rules, others, "public rules", tuned_on))
+    # An order may be combined with a public rule, whose knobs have changed.
+    orders = {name: search.score_of(name, tuned) for name in tuned.order_scores}
+    tuned = tuned.model_copy(update={"order_scores": orders})
+    return tune_loads(scenario, tuned, num_streams, seed)
 
 
-def _told(scenario: Scenario, num_streams: int, seed: int) -> str:
-    """The training streams, in words."""
+def _stream_words(scenario: Scenario, num_streams: int, seed: int) -> str:
+    """Describe the training streams in words."""
     requests = scenario.requests_per_stream
     return f"{num_streams} training streams of {requests} requests, seed {seed}"
 
 
 def tune_orders(scenario: Scenario, rules: TunedRules, num_streams: int, seed: int) -> TunedRules:
-    """Search the knobs of orders anew and keep what is known of the rules that they stand beside.
+    """Search the knobs of orders anew and keep the parameters of placements.
 
-    Every order stands beside the hand rule and the best tuned rule, on the same streams. The other
-    rules keep their parameters and are scored on these streams too: scores are compared.
+    Every order is combined with the hand rule and the best tuned rule, on the same streams. The
+    other rules are scored on these streams too, so that scores can be compared.
     """
     streams = synthetic_streams(StreamSource(scenario), num_streams, seed, "training")
     search = _Search(scenario, streams)
-    told = _told(scenario, num_streams, seed)
-    found = search.with_orders(search.scored_anew(rules, list(rules.scores), "orders", told))
-    return tune_loads(scenario, found, num_streams, seed)
+    tuned_on = _stream_words(scenario, num_streams, seed)
+    tuned = search.with_orders(search.scored_anew(rules, list(rules.scores), "orders", tuned_on))
+    return tune_loads(scenario, tuned, num_streams, seed)
 
 
 def tune_loads(scenario: Scenario, rules: TunedRules, num_streams: int, seed: int) -> TunedRules:
     """Score at several loads the rules that may ship, and keep all parameters.
 
-    These are the tuned orders, the placements that they stand beside and, where the best of them
-    has weights of delays, that one with any other value of one weight. Which of them ships is up
-    to their scores at other loads where no other is certainly better at the scenario's own.
+    These are the tuned orders, their placements and, if the best of them has weights of delays,
+    its variants with another value of one weight. Of the rules that no other certainly beats at
+    the scenario's own load, the scores at other loads decide which one ships.
     """
     source = StreamSource(scenario)
     streams = {
@@ -134,42 +134,42 @@ def tune_loads(scenario: Scenario, rules: TunedRules, num_streams: int, seed: in
         return {name: _scores(scenario, streams[part], name, rules) for name in names}
 
     placements = [str(RuleName.parse(name).placement) for name in rules.order_scores]
-    known = [name for name in placements if name != IN_ORDER] + list(rules.order_scores)
-    own = scores_at(FULL_LOAD, list(dict.fromkeys(known)))
+    names = [name for name in placements if name != IN_ORDER] + list(rules.order_scores)
+    own = scores_at(FULL_LOAD, list(dict.fromkeys(names)))
     best, *_ = not_beaten(own)
     own |= scores_at(FULL_LOAD, with_other_weights(best, rules))
     names = not_beaten(own)
-    found = {part: own if part == FULL_LOAD else scores_at(part, names) for part in streams}
-    scores = {name: {part: float(found[part][name].mean()) for part in found} for name in names}
-    told = _told(scenario, num_streams, seed)
-    return rules.model_copy(update={"load_scores": scores, "load_scores_on": told})
+    by_part = {part: own if part == FULL_LOAD else scores_at(part, names) for part in streams}
+    scores = {name: {part: float(by_part[part][name].mean()) for part in by_part} for name in names}
+    words = _stream_words(scenario, num_streams, seed)
+    return rules.model_copy(update={"load_scores": scores, "load_scores_on": words})
 
 
 def not_beaten(scores: Mapping[str, FloatArray]) -> list[str]:
-    """Those that the best is not certainly better than, the best first.
+    """Return the names that the best is not certainly better than, the best first.
 
     Args:
-        scores: By name, on the same streams, shape (num_streams,). Of streams too few for an
-            interval all are certain.
+        scores: By name, on the same streams, shape (num_streams,). With too few streams for an
+            interval, every difference counts as certain.
     """
     ranked = sorted(scores, key=lambda name: float(scores[name].mean()), reverse=True)
     behind = {name: t_interval(scores[ranked[0]] - scores[name]) for name in ranked}
     return [
-        name for name, one in behind.items()
-        if (one.estimate if math.isnan(one.low) else one.low) <= 0.0
+        name for name, gap in behind.items()
+        if (gap.estimate if math.isnan(gap.low) else gap.low) <= 0.0
     ]  # fmt: skip
 
 
 def with_other_weights(name: str, rules: TunedRules) -> list[str]:
-    """Names of a rule with one weight of its placement moved to any other value of its grid.
+    """Name the variants of a rule with one weight of its placement at another grid value.
 
-    Empty where the placement has no weights of delays.
+    Empty if the placement has no weights of delays.
     """
     placement, order = RuleName.parse(name)
     knobs = rules.orders.get(name, {})
     in_order = in_order_rules(Term(IN_ORDER), knobs)
-    known = {DELAY: FleetRules(), TUNED_DELAY: rules.fleet, IN_ORDER: in_order}
-    weights = known.get(str(placement))
+    weights_of = {DELAY: FleetRules(), TUNED_DELAY: rules.fleet, IN_ORDER: in_order}
+    weights = weights_of.get(str(placement))
     if weights is None:
         return []
     if order is not None:
@@ -274,21 +274,22 @@ class _Search:
         return float(per_stream(self._scenario, runs)["score"].mean())
 
     def scored_anew(
-        self, rules: TunedRules, names: Sequence[str], tuned: str, told: str
+        self, rules: TunedRules, names: Sequence[str], tuned: str, streams: str
     ) -> TunedRules:
-        """Score rules on these streams, with the parameters that they have.
+        """Score rules on these streams with their present parameters.
 
         Args:
-            rules: Of the scenario.
-            names: Which of them are scored; the scores of others are dropped.
-            tuned: What is tuned on these streams, in words.
-            told: The streams, in words.
+            rules: Rules of the scenario.
+            names: Rules to score; the scores of others are dropped.
+            tuned: Description of the rules tuned on these streams.
+            streams: Description of the streams.
         """
         first = rules.tuned_on.partition("; ")[0]
+        both = f"{first}; {tuned}, and all scores: {streams}"
         return rules.model_copy(
             update={
                 "scores": {name: self.score_of(name, rules) for name in names},
-                "tuned_on": told if told == first else f"{first}; {tuned}, and all scores: {told}",
+                "tuned_on": streams if streams == first else both,
             }
         )
 
@@ -306,11 +307,11 @@ class _Search:
         return best, scores[best]
 
     def size_intervals(self) -> tuple[Values, tuple[int, ...], float]:
-        """Best cuts and order of servers for SITA, and their score."""
+        """Return SITA's best cuts and order of servers, and their score."""
         speeds = self._scenario.server_capacities_tokens_per_s
         orders = _orders(speeds, self._servers.most_ordered)
-        found = [(*self._cuts(order), order) for order in orders]
-        best_score, cuts, order = max(found)
+        searched = [(*self._cuts(order), order) for order in orders]
+        best_score, cuts, order = max(searched)
         return cuts, order, best_score
 
     def with_rules_of_servers(self, rules: TunedRules) -> TunedRules:
@@ -364,9 +365,9 @@ class _Search:
             score_with,
             most_trials=MOST_TRIALS,
         )
-        # What was not moved is not written: a maker's value may be infinite, and may change.
-        found = dict(zip(grid, best, strict=True))
-        return best_score, {knob: value for knob, value in found.items() if value != start[knob]}
+        # Unchanged knobs are not written: a maker's value may be infinite, and may change.
+        values = dict(zip(grid, best, strict=True))
+        return best_score, {knob: value for knob, value in values.items() if value != start[knob]}
 
     def with_orders(self, rules: TunedRules) -> TunedRules:
         """Add the score of every order beside the placements that matter, and its knob."""
@@ -422,37 +423,30 @@ class _Search:
         return tuple(sizes[at].tolist())
 
     def _sita_score(self, rule: SizeIntervals) -> float:
-        # While all servers are there the rule looks at the size alone, so its choices are known
-        # before the stream is run; that is several times faster than making snapshots of them.
-        known = [[rule.replica_of(size) for size in row] for row in self._sizes.tolist()]
+        # While all servers are up the rule looks at the size alone, so its choices are made before
+        # the stream runs, which is several times faster than making snapshots.
+        choices = [[rule.replica_of(size) for size in row] for row in self._sizes.tolist()]
         sim = self._sim
         self._load()
-        actions = np.zeros(len(known), dtype=np.int64)
+        actions = np.zeros(len(choices), dtype=np.int64)
         while sim.undecided():
-            for copy, row in enumerate(known):
+            for copy, row in enumerate(choices):
                 actions[copy] = self._sita_choice(sim, copy, rule, row)
             sim.step(actions)
         sim.drain()
         slo_s = self._scenario.slo_response_s
-        outcomes = [sim.view(copy).outcomes() for copy in range(len(known))]
-        return float(
-            np.mean(
-                [
-                    score(outcome.offered_response_s, outcome.violations(slo_s))
-                    for outcome in outcomes
-                ]
-            )
-        )
+        outcomes = [sim.view(copy).outcomes() for copy in range(len(choices))]
+        return float(np.mean([score(o.offered_response_s, o.violations(slo_s)) for o in outcomes]))
 
     def _sita_choice(
-        self, sim: Simulator, copy: int, rule: SizeIntervals, known: Sequence[int]
+        self, sim: Simulator, copy: int, rule: SizeIntervals, choices: Sequence[int]
     ) -> int:
         index = sim.view(copy).current()
         if index < 0:
             return 0
         offered = sim.view(copy).offered()
         if len(offered) == self._scenario.num_servers:
-            return known[index]
+            return choices[index]
         return offered[rule.route(sim.view(copy).request(), sim.view(copy).snapshots())]
 
 

@@ -55,9 +55,9 @@ def runners(
 def simulate(
     scenario: Scenario, policies_of: str, trace: Trace, policies: Iterable[str], seed: int
 ) -> dict[str, dict[str, float]]:
-    """Run what was sent through the simulator; arguments as of `runners`.
+    """Run the sent requests through the simulator; arguments as of `runners`.
 
-    Gives the metrics of `tokenyard.routing.evaluation.summarise` by policy, means over a few runs.
+    Returns `tokenyard.routing.evaluation.summarise` by policy, as means over a few runs.
 
     Raises:
         ValueError: A policy is unknown or does not fit the replicas.
@@ -65,13 +65,13 @@ def simulate(
     known_as = scenario.without_reward().model_copy(update={"name": policies_of})
     stream = StreamSource(scenario).encode(trace)
     streams = StreamSet([stream] * _COPIES, "what was sent")
-    found = run_all(runners(scenario, policies_of, policies), known_as, streams, seed)
-    return {name: mean_summary(known_as, runs) for name, runs in found.items()}
+    runs_of = run_all(runners(scenario, policies_of, policies), known_as, streams, seed)
+    return {name: mean_summary(known_as, runs) for name, runs in runs_of.items()}
 
 
 def agreement(measured_s: Mapping[str, float], simulated_s: Mapping[str, float]) -> Agreement:
-    """Set measured mean responses of policies beside simulated ones, seconds."""
+    """Compare measured with simulated mean responses of policies, seconds."""
     errors = [abs(simulated_s[name] / measured_s[name] - 1.0) for name in measured_s]
-    orders = [[one[name] for name in measured_s] for one in (measured_s, simulated_s)]
+    orders = [[means_s[name] for name in measured_s] for means_s in (measured_s, simulated_s)]
     tau = float(kendalltau(*orders).statistic) if len(measured_s) > 1 else float("nan")
     return Agreement(mean(errors), max(errors), tau)

@@ -238,10 +238,10 @@ class OrderingPolicy(RoutingPolicy, Protocol):
 
 
 def counted_in(policy: RoutingPolicy) -> int:
-    """Size of the blocks that a policy wants prompts counted in, tokens; 0: it wants no count.
+    """Return the size of a policy's prompt blocks, tokens; 0 if it does not count blocks.
 
-    That is its attribute `prompt_block_tokens`, or that of the placement that it asks.
+    It is the attribute `prompt_block_tokens` of the policy, or of its placement.
     """
-    asked = getattr(policy, "placement", policy)
-    tokens: int = getattr(asked, "prompt_block_tokens", 0)
+    placement = getattr(policy, "placement", policy)
+    tokens: int = getattr(placement, "prompt_block_tokens", 0)
     return tokens

@@ -140,9 +140,9 @@ class OrderedMarginalPolicy(_InOrder, MarginalPolicy):
 
 
 def order_weights(arrays: Arrays) -> FloatArray:
-    """Weights of an artifact's order; without one, first come first served."""
-    found: FloatArray = np.ascontiguousarray(arrays.get("order", FIRST_COME))
-    return found
+    """Return the weights of an artifact's order; first come first served if it has none."""
+    weights: FloatArray = np.ascontiguousarray(arrays.get("order", FIRST_COME))
+    return weights
 
 
 class _RemembersRequests(_TablePolicy):

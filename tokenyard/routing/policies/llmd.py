@@ -205,13 +205,13 @@ class LlmdPredictedLatency:
 
     def scores(self, headrooms: Sequence[tuple[float, float]]) -> list[float]:
         """Return the score of every replica of one tier, 0.01 to 1.01."""
-        # Plain numbers: of a handful of replicas, arrays take three times as long.
+        # For a handful of replicas, arrays would take three times as long as plain numbers.
         first, later = ([abs(headroom[at]) for headroom in headrooms] for at in (0, 1))
         weight = self._ttft_weight
         weights = [weight, 1.0 - weight]
         differ = [max(spans) - min(spans) > NO_RANGE for spans in (first, later)]
         if differ[0] != differ[1]:
-            weights = [float(one) for one in differ]
+            weights = [float(has_range) for has_range in differ]
         scaled = [_scaled(spans) for spans in (first, later)]
         meets = min(map(min, headrooms)) >= 0
         scores = []

@@ -113,16 +113,16 @@ class Order(ABC):
         index: int,
         delay_s: float | None = None,
     ) -> OrderKey:
-        """Place of a request at one of several replicas.
+        """Return a request's key in the queue of one replica.
 
         Args:
-            request: Placed just now.
-            snapshots: Of all replicas.
-            index: Of the chosen one.
-            delay_s: `delay_at`, where it is known.
+            request: Request just placed.
+            snapshots: Snapshots of all replicas.
+            index: Index of the chosen replica.
+            delay_s: `delay_at` if known, seconds.
         """
-        known = self.delay_at(request, snapshots, index) if delay_s is None else delay_s
-        key_s = request.arrival_s + known
+        own_delay_s = self.delay_at(request, snapshots, index) if delay_s is None else delay_s
+        key_s = request.arrival_s + own_delay_s
         if not self.set_back_waits:
             return OrderKey(key_s)
         if isinstance(snapshots, SnapshotColumns):
@@ -156,9 +156,9 @@ class _BySize(Order):
 
     def delays_s(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """`delay_s` at every replica, shape (num_replicas,)."""
-        found = np.empty(len(snapshots))
-        fill_order_delays(self._weights, *_lengths(request), unranked_columns(snapshots), found)
-        return found
+        delays_s = np.empty(len(snapshots))
+        fill_order_delays(self._weights, *_lengths(request), unranked_columns(snapshots), delays_s)
+        return delays_s
 
     def delay_at(self, request: Request, snapshots: Sequence[ReplicaSnapshot], index: int) -> float:
         """`delay_s` at one of several replicas, of which the others are not looked at, seconds."""

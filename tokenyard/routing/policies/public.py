@@ -53,8 +53,8 @@ class PublicRule:
     @property
     def defaults(self) -> Mapping[str, float]:
         """Return the makers' values of its knobs."""
-        told = inspect.signature(self.rule).parameters
-        return {knob: float(told[knob].default) for knob in self.grid}
+        parameters = inspect.signature(self.rule).parameters
+        return {knob: float(parameters[knob].default) for knob in self.grid}
 
     def make(self, context: PolicyContext, knobs: Mapping[str, float]) -> RoutingPolicy:
         """Make it afresh with these knobs; the others have their makers' defaults."""
@@ -191,16 +191,16 @@ def grid_of(name: str, has: Needs) -> Grid:
 
 
 def public_factories() -> dict[str, Callable[[PolicyContext], RoutingPolicy]]:
-    """What makes every rule with its makers' defaults, and every one that has knobs, tuned."""
-    found: dict[str, Callable[[PolicyContext], RoutingPolicy]] = {}
+    """Return factories of every rule with its makers' defaults, and tuned if it has knobs."""
+    factories: dict[str, Callable[[PolicyContext], RoutingPolicy]] = {}
     for name, rule in PUBLIC_RULES.items():
         if name == ALWAYS_TUNED:
-            found[name] = _tuned(name, rule)
+            factories[name] = _tuned(name, rule)
             continue
-        found[name] = partial(rule.make, knobs={})
+        factories[name] = partial(rule.make, knobs={})
         if rule.grid:
-            found[TUNED_PREFIX + name] = _tuned(name, rule)
-    return found
+            factories[TUNED_PREFIX + name] = _tuned(name, rule)
+    return factories
 
 
 def _tuned(name: str, rule: PublicRule) -> Callable[[PolicyContext], RoutingPolicy]:

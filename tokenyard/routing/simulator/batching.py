@@ -114,20 +114,20 @@ def _itl_s(outcomes: BatchingOutcomes, percent: float) -> float:
 
 
 def _of_groups(scenario: Scenario, outcomes: BatchingOutcomes) -> dict[str, float]:
-    """Measure how every class and, where there are several, every tenant fared."""
+    """Measure SLO attainment by class and, if there are several, by tenant."""
     violations = outcomes.violations(scenario.slo_response_s)
-    found = {
-        f"attained_{one.name}_fraction": metrics.attained_fraction(
+    fractions = {
+        f"attained_{traffic_class.name}_fraction": metrics.attained_fraction(
             violations, outcomes.traffic_class, which
         )
-        for which, one in enumerate(scenario.required_fleet.classes)
+        for which, traffic_class in enumerate(scenario.required_fleet.classes)
     }
     tenants = scenario.required_fleet.tenants
     if len(tenants) == 1:
-        return found
+        return fractions
     for which, tenant in enumerate(tenants):
         key = f"attained_tenant_{tenant.name}_fraction"
-        found[key] = metrics.attained_fraction(violations, outcomes.tenant, which)
+        fractions[key] = metrics.attained_fraction(violations, outcomes.tenant, which)
     gaps = metrics.service_gaps_tokens_per_s(
         outcomes.arrival_s,
         outcomes.first_token_s,
@@ -136,7 +136,7 @@ def _of_groups(scenario: Scenario, outcomes: BatchingOutcomes) -> dict[str, floa
         outcomes.tenant,
         np.array([tenant.weight for tenant in tenants]),
     )
-    return found | {
+    return fractions | {
         "service_gap_tokens_per_s": metrics.mean(gaps),
         "max_service_gap_tokens_per_s": float(gaps.max()) if len(gaps) else np.nan,
     }
@@ -431,9 +431,9 @@ class BatchingView(NamedTuple):
         return {"session_id": f"session-{int(row[lay.SESSION])}", "turn": int(row[lay.TURN])}
 
     def offered(self) -> list[int]:
-        """Replicas that the router believes to take requests; all, where it knows of none."""
+        """Return the replicas that the router believes to take requests; all if there are none."""
         routable = self.sim.arrays.tables[self.copy, :, observation.ROUTABLE].tolist()
-        return [i for i, told in enumerate(routable) if told] or [*range(len(routable))]
+        return [i for i, flag in enumerate(routable) if flag] or [*range(len(routable))]
 
     def snapshots(self, block_tokens: int = 0) -> TableSnapshots:
         """What a policy may know now of the replicas that are `offered`.

@@ -155,16 +155,16 @@ def _draw_classes(
     which = _draw(len(rows), [service_class.share for service_class in classes], rng)
     patience = rng.exponential(size=len(rows))
     rows[:, lay.CLASS] = which
-    for index, one in enumerate(classes):
+    for index, kind in enumerate(classes):
         mine = which == index
-        rows[mine, lay.PRIORITY] = one.priority
-        rows[mine, lay.SLO_RESPONSE_S] = one.response_s or slo_response_s
-        rows[mine, lay.SLO_TTFT_S] = one.ttft_s or np.inf
-        rows[mine, lay.SLO_TPOT_S] = one.tpot_s or np.inf
-        patience_s = patience[mine] * one.patience_s if one.patience_s else np.inf
-        waits_s = np.minimum(patience_s, one.timeout_s or np.inf)
+        rows[mine, lay.PRIORITY] = kind.priority
+        rows[mine, lay.SLO_RESPONSE_S] = kind.response_s or slo_response_s
+        rows[mine, lay.SLO_TTFT_S] = kind.ttft_s or np.inf
+        rows[mine, lay.SLO_TPOT_S] = kind.tpot_s or np.inf
+        patience_s = patience[mine] * kind.patience_s if kind.patience_s else np.inf
+        waits_s = np.minimum(patience_s, kind.timeout_s or np.inf)
         rows[mine, lay.ABANDON_S] = rows[mine, lay.ARRIVAL_S] + waits_s
-        rows[mine, lay.MAX_WAIT_S] = one.max_wait_s or np.inf
+        rows[mine, lay.MAX_WAIT_S] = kind.max_wait_s or np.inf
 
 
 def _number_blocks(rows: FloatArray, trace: Trace | None) -> IntArray:

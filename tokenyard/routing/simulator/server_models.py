@@ -198,15 +198,15 @@ class _Servers:
         """The compiled placements with several parameters each, by name; the hand rule first."""
 
     def rule_variants(self, sim: Simulator) -> dict[str, Decide]:
-        """All of `placements`, first come first served and beside every order with every knob.
+        """Combine `placements` and the order-aware one with first come first served and orders.
 
-        The placement that knows the order is among them.
+        Each order comes with every knob.
         """
         placements = self.placements(sim)
         variants: dict[str, Decide] = {
             name: partial(place, order=FIRST_COME) for name, place in placements.items()
         }
-        for order in (one for one in ORDER_WEIGHTS if one in self.orders):
+        for order in (order for order in ORDER_WEIGHTS if order in self.orders):
             for knobs in _with_few_knobs(order):
                 weights = order_weights_of(knobs)
                 for name, place in [*placements.items(), *self.in_order().items()]:
@@ -275,9 +275,9 @@ class ConstantRate(_Servers):
         return rows
 
     def measures(self) -> list[Measure]:
-        """Response times, reward and, of few servers, who took how much."""
+        """Response times, reward and, for few servers, each server's share of requests."""
         scenario = self.scenario
-        found = [
+        measures = [
             *_compared(3, 2, f"over {scenario.slo_response_s:g} s %"),
             Measure("p50_response_s", "p50 s"),
             Measure("p95_response_s", "p95 s"),
@@ -287,8 +287,8 @@ class ConstantRate(_Servers):
             Measure("dropped_fraction", "drop %", ".1f", 100),
         ]
         if scenario.num_servers > _MOST_SHARES:
-            return found
-        return found + [
+            return measures
+        return measures + [
             Measure(f"share_server_{i}_fraction", name, ".0f", 100, table="requests by server, %")
             for i, name in enumerate(scenario.server_names)
         ]
@@ -299,14 +299,14 @@ class ConstantRate(_Servers):
         return f"{late} or dropped" if or_dropped else late
 
     def linear_placements(self, tuned: TunedRules | None) -> Mapping[str, tuple[float, ...]]:
-        """Shortest expected delay, and the same with a weight of the service."""
-        found = {"sed": FleetRules().marginal_weights}
+        """Return shortest expected delay, and its variant with a weight of the service time."""
+        weights_of = {"sed": FleetRules().marginal_weights}
         if tuned is not None and "sed_linear" in tuned.scores:
             weight = tuned.knobs.get("sed_linear", {}).get("service_weight", 1.0)
-            weights = [*found["sed"]]
+            weights = [*weights_of["sed"]]
             weights[MARGINAL_PREFILL] = weight - 1.0
-            found["sed_linear"] = tuple(weights)
-        return found
+            weights_of["sed_linear"] = tuple(weights)
+        return weights_of
 
     def _placement(self, placement: Term, tuned: TunedRules | None) -> Place | None:
         name, values = str(placement), placement.values()
@@ -327,19 +327,19 @@ class ConstantRate(_Servers):
         return _placed_by_delay(above_tokens, dump_server)
 
     def placements(self, sim: Simulator) -> Mapping[str, Place]:
-        """Shortest expected delay, then its variants, each of four parameters."""
+        """Return shortest expected delay, then its variants with up to four parameters each."""
         by_speed = np.argsort([server.tokens_per_s for server in self.scenario.servers])
         places = sorted({0, len(by_speed) // 4, len(by_speed) // 2, len(by_speed) - 1})
         sizes = np.quantile(sim.sizes_seen(), (0.6, 0.75, 0.85, 0.95))
-        found = {"sed": _placed_by_delay(np.inf, -1)}
+        by_name = {"sed": _placed_by_delay(np.inf, -1)}
         if len(by_speed) == 1:
-            return found
+            return by_name
         for place in places:
             server = int(by_speed[place])
-            found[str(Term.of("sed_dump", server))] = _placed_by_delay(np.inf, server)
+            by_name[str(Term.of("sed_dump", server))] = _placed_by_delay(np.inf, server)
         for size in sizes.tolist():
-            found[str(Term("sed_reserve", f"{size:.0f}"))] = _placed_by_delay(round(size), -1)
-        return found
+            by_name[str(Term("sed_reserve", f"{size:.0f}"))] = _placed_by_delay(round(size), -1)
+        return by_name
 
 
 class Batching(_Servers):
@@ -396,11 +396,11 @@ class Batching(_Servers):
         return "that violated an SLO of their class"
 
     def linear_placements(self, tuned: TunedRules | None) -> Mapping[str, tuple[float, ...]]:
-        """Least marginal delay, as it is and tuned."""
-        found = {DELAY: FleetRules().marginal_weights}
+        """Return least marginal delay, plain and tuned."""
+        weights_of = {DELAY: FleetRules().marginal_weights}
         if tuned is not None:
-            found[TUNED_DELAY] = tuned.fleet.marginal_weights
-        return found
+            weights_of[TUNED_DELAY] = tuned.fleet.marginal_weights
+        return weights_of
 
     def _placement(self, placement: Term, tuned: TunedRules | None) -> Place | None:
         if placement.base == DELAY and placement.numbers is not None:
@@ -495,20 +495,20 @@ COMPARED = tuple(_compared(2, 1, "violation %"))
 
 
 def _of_classes(fleet: Fleet) -> list[Measure]:
-    """Attainment by class and tenant, where there are several of either."""
+    """Return attainment by class and tenant, if there are several of either."""
     tenants = fleet.tenants if len(fleet.tenants) > 1 else ()
     if not tenants and len(fleet.classes) == 1:
         return []
     title = "SLO attainment by class and tenant"
     names = {service_class.name: service_class.name for service_class in fleet.classes}
     names |= {f"tenant_{tenant.name}": f"tenant {tenant.name}" for tenant in tenants}
-    found = [
+    measures = [
         Measure(f"attained_{key}_fraction", f"{name.replace('_', ' ')} %", ".1f", 100, table=title)
         for key, name in names.items()
     ]
     if tenants:
-        found += [
+        measures += [
             Measure("service_gap_tokens_per_s", "gap tokens/s", ".0f", table=title),
             Measure("max_service_gap_tokens_per_s", "largest gap", ".0f", table=title),
         ]
-    return found
+    return measures
