@@ -32,6 +32,7 @@ from serve_app.gateway.tracing import Tracing
 from serve_app.models import ModelCatalog, ServedModel
 from serve_app.policy.manager import PolicyManager
 from tokenyard.routing.scenario import load_scenario
+from tokenyard.workload.answer_lengths import AnswerLengths
 
 _DRAIN_POLL_S = 0.05
 _LAST_EVENTS_S = 1.0
@@ -65,9 +66,10 @@ class Gateway:
         self.table = ReplicaTable(means)
         self.history = History()
         self.outliers = OutlierDetector(self.cluster.outlier_ejection)
+        self.answer_lengths = AnswerLengths()
         self._placement = Placement(
             self.cluster, self.manager.picker, self.backends, self.table, self.history,
-            self.outliers, self.metrics, self.clock_s,
+            self.outliers, self.metrics, self.answer_lengths, self.clock_s,
         )  # fmt: skip
         queue = self.cluster.queue
         self.holding = None
@@ -265,6 +267,7 @@ class Gateway:
         if answer.request.span is not None:
             answer.request.span.finish(answer.num_tokens, answer.finish_reason)
         now_s = self.clock_s()
+        self._placement.learn_length(answer, now_s)
         attained = answer.attained_slo(now_s)
         if (experiment := self.manager.picker.experiment) is not None:
             experiment.close(

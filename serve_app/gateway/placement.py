@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from serve_app.cluster import Cluster
-from serve_app.gateway.answer import Answer
+from serve_app.gateway.answer import COMPLETED, Answer
 from serve_app.gateway.availability import Availability
 from serve_app.gateway.decision_record import Pick
 from serve_app.gateway.exchange import Backend
@@ -38,6 +38,7 @@ from tokenyard.routing.snapshot_table import (
 )
 from tokenyard.routing.types import Decision, Request
 from tokenyard.types import IntArray
+from tokenyard.workload.answer_lengths import AnswerFeatures, AnswerLengths
 
 _MIN_RETRY_AFTER_S, _MAX_RETRY_AFTER_S = 1, 60
 
@@ -54,6 +55,7 @@ class Placement:
         history: History,
         outliers: OutlierDetector,
         metrics: Metrics,
+        answer_lengths: AnswerLengths,
         clock_s: Callable[[], float],
     ) -> None:
         self.availability = Availability(cluster, backends, table, outliers, metrics)
@@ -62,6 +64,7 @@ class Placement:
         self._has_tenants, self._num_servers = bool(cluster.tenants), scenario.num_servers
         self._picker, self._backends, self._table = picker, backends, table
         self._history, self._metrics = history, metrics
+        self._answer_lengths = answer_lengths
         self._clock_s = clock_s
         self._ray: Any = None  # `serve_app.gateway.ray_default.RayDefault`, once it was asked.
         self._sent = SentQueues()
@@ -164,6 +167,14 @@ class Placement:
         if pick.by_ray and self._ray is not None:
             self._ray.finished(pick.replica.replica_id)
 
+    def learn_length(self, answer: Answer, now_s: float) -> None:
+        """Learn from the length of an answer that has come to its end."""
+        loaded, context = self._picker.policy.loaded, answer.prompt.num_tokens
+        ended = answer.finish_reason in COMPLETED and answer.request.call.generates
+        if ended and answer.num_tokens:
+            expected = loaded.predicted_total_tokens(context) - context
+            self._answer_lengths.observe(_features(answer), answer.num_tokens, expected, now_s)
+
     def fail(self, replica: ReplicaState, sent_s: float) -> None:
         """Record a failure of a replica; `sent_s` is by the outlier detector's clock."""
         self.availability.fail(replica, sent_s)
@@ -192,6 +203,11 @@ class Placement:
             snapshots.sent = sent
         context, slo = answer.prompt.num_tokens, answer.service_class
         predicted = runner.loaded.predicted_total_tokens(context)
+        if runner.loaded.predictor is not None:
+            # Without one the policy has learned to decide without lengths.
+            predicted = context + self._answer_lengths.expected_tokens(
+                _features(answer), predicted - context
+            )
         total = max(min(predicted, answer.needed_tokens), context + 1)
         # Always a float: compiled policies are compiled anew for other types.
         share = answer.tenant_share
@@ -233,3 +249,11 @@ class Placement:
         if choice.explored:
             metrics.explored.inc()
         self._history.decide(now_s, pick.snapshots, choice)
+
+
+def _features(answer: Answer) -> AnswerFeatures:
+    """What the length of the answer is predicted from."""
+    model, route = answer.needs
+    request = answer.request
+    tenant = request.tenant or request.caller.tenant
+    return AnswerFeatures(answer.prompt.num_tokens, request.max_tokens, model, route, tenant)

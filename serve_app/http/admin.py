@@ -14,9 +14,10 @@ from pydantic import Field
 from serve_app.gateway.gateway import Gateway
 from serve_app.http.auth import Access
 from serve_app.http.body import StrictBody
-from serve_app.http.decide_schema import GatewayPolicyAnswer, Problem
+from serve_app.http.decide_schema import AnswerLengthsAnswer, GatewayPolicyAnswer, Problem
 from serve_app.http.errors import DENIED, PROBLEMS, refusals
 from serve_app.http.policies_schema import PoliciesAnswer, PoliciesChange, describe_policies
+from tokenyard.workload.answer_lengths import AnswerLengths
 
 _PAGE = resources.files("serve_app").joinpath("http/dashboard.html")
 _PAGE_MAY = (
@@ -160,4 +161,14 @@ def describe(gateway: Gateway) -> GatewayPolicyAnswer:
         decision_p99_us=p99,
         last_decisions_us=times.tolist(),
         last_decisions_cpu_us=list(picker.decision_cpu_us),
+        answer_lengths=_describe_lengths(gateway.answer_lengths),
+    )
+
+
+def _describe_lengths(lengths: AnswerLengths) -> AnswerLengthsAnswer | None:
+    if not lengths.num_answers:
+        return None
+    p50, p90 = lengths.quantiles_tokens((0.5, 0.9)).tolist()
+    return AnswerLengthsAnswer(
+        num_answers=lengths.num_answers, decides=lengths.is_better, p50_tokens=p50, p90_tokens=p90
     )

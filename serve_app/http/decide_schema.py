@@ -156,6 +156,19 @@ class RouteAnswer(BaseModel):
     """Its place from then on, Unix time, seconds; null: as `late_at_s`."""
 
 
+class AnswerLengthsAnswer(BaseModel):
+    """What was learned of the lengths of answers."""
+
+    num_answers: int
+    """Answers that it was learned from."""
+    decides: bool
+    """Whether it has predicted better than `output_length` in about the last hour, and so takes its
+    place."""
+    p50_tokens: float
+    p90_tokens: float
+    """Quantiles over all answers, recent ones counting most."""
+
+
 class GatewayPolicyAnswer(PolicyCard):
     """The policy, its stand-in, and the counts since the start."""
 
@@ -182,6 +195,8 @@ class GatewayPolicyAnswer(PolicyCard):
     """Times of the last thousand decisions at most, oldest first, microseconds."""
     last_decisions_cpu_us: list[float]
     """Their CPU times, microseconds; those of Ray's own router are left out."""
+    answer_lengths: AnswerLengthsAnswer | None
+    """Null before the first answer."""
 
 
 class Problem(BaseModel):

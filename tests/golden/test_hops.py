@@ -1,6 +1,7 @@
 """A request, a simulation and a sweep pass through no more functions than they did.
 
-Where a walk has become shorter its number is lowered with it.
+Where a walk has become shorter its number is lowered with it. Of a chat request 14 functions learn
+how long answers are.
 """
 
 import os
@@ -10,7 +11,7 @@ import sys
 import pytest
 from golden import hops
 
-MOST = {"chat_request": 176, "simulation": 84, "evaluation": 256, "sweep": 452}
+MOST = {"chat_request": 190, "simulation": 84, "evaluation": 256, "sweep": 452}
 
 
 def check(name, names):
