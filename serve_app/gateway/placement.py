@@ -173,7 +173,10 @@ class Placement:
         ended = answer.finish_reason in COMPLETED and answer.request.call.generates
         if ended and answer.num_tokens:
             expected = loaded.predicted_total_tokens(context) - context
-            self._answer_lengths.observe(_features(answer), answer.num_tokens, expected, now_s)
+            lengths = self._answer_lengths
+            lengths.observe(_features(answer), answer.num_tokens, expected, now_s)
+            if lengths.is_better:
+                self._table.learn_lengths(lengths.mean_lengths_tokens)
 
     def fail(self, replica: ReplicaState, sent_s: float) -> None:
         """Record a failure of a replica; `sent_s` is by the outlier detector's clock."""

@@ -29,6 +29,8 @@ RECENT_WEIGHT = 0.1
 """Weight of the newest completion in the mean of response times."""
 _MAX_HISTORY = 4096
 _FIRST_ROWS = 16
+_LENGTHS_DIFFER = 0.1
+"""Change of a mean length, as a fraction, that speeds are said anew for."""
 _MAX_CANDIDATE_SETS = 64
 _NO_BLOCKS: IntArray = np.zeros(0, dtype=np.int64)
 
@@ -366,6 +368,14 @@ class ReplicaTable:
         if gone:
             self._rows = None
             self._sets.clear()
+
+    def learn_lengths(self, mean_lengths_tokens: tuple[float, float]) -> None:
+        """Say speeds for requests of other mean prompts and outputs, tokens, if they are others."""
+        pairs = zip(mean_lengths_tokens, self._mean_lengths_tokens, strict=True)
+        if any(abs(new - old) > _LENGTHS_DIFFER * old for new, old in pairs):
+            self._mean_lengths_tokens = mean_lengths_tokens
+            for replica in self.replicas.values():
+                self._tell_profile(replica)
 
     def drain(self, replica: ReplicaState, draining: bool) -> None:
         """Stop offering a replica, or offer it again."""

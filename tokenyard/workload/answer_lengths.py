@@ -101,6 +101,8 @@ class AnswerLengths:
 
     def __init__(self) -> None:
         self.num_answers = 0
+        self.mean_lengths_tokens = (0.0, 0.0)
+        """Mean prompt and answer, recent ones counting most."""
         self._all = _new_group()
         self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
         self._log_weights: dict[tuple[int, int, int], float] = {}
@@ -170,6 +172,11 @@ class AnswerLengths:
             for memory in group:
                 memory.add(tokens, length_bin)
         self.num_answers += 1
+        share = 1.0 / min(self.num_answers, _HALF_LIVES[-1])
+        prompt, answer = self.mean_lengths_tokens
+        self.mean_lengths_tokens = (
+            prompt + share * (features.prompt_tokens - prompt), answer + share * (tokens - answer)
+        )  # fmt: skip
 
     def _path(self, keys: Sequence[Hashable]) -> list[_Group]:
         """Groups of these keys, made where there are none."""

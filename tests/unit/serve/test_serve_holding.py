@@ -305,7 +305,7 @@ def test_rays_router_gives_way_to_the_baseline_for_those_who_waited():
 
 
 class Stepwise(FakePool):
-    """Answers each request when it is told to."""
+    """Answers each request when it is told to, with as many tokens as it may."""
 
     def __init__(self, name):
         super().__init__(name)
@@ -316,7 +316,7 @@ class Stepwise(FakePool):
         self.inside.append((len(generation.token_ids), done))
         await done
         yield TextChunk("o", 1)
-        yield TextChunk("k", 2, "stop")
+        yield TextChunk("k", 8, "stop")
 
 
 @pytest.mark.parametrize("order", ["fair", "fair@4"])
