@@ -36,6 +36,8 @@ class Args:
     """Whose requests are counted together; an admin's key needs none."""
     admin: bool = False
     """Make a key that changes what is served, and asks no models."""
+    autopilot: bool = False
+    """Make a key for `tokenyard autopilot`: it changes policies, and nothing else."""
     limits: CallerLimits = UNLIMITED
     """What it may ask for; None: as much as there is."""
     models: tuple[str, ...] = ()
@@ -49,7 +51,7 @@ def main(args: Args) -> None:
     try:
         entry_key = ApiKey(
             name=args.name, sha256=hash_of(key), tenant=args.tenant, admin=args.admin,
-            models=args.models or None, limits=args.limits,
+            autopilot=args.autopilot, models=args.models or None, limits=args.limits,
         )  # fmt: skip
         KeysMessage(keys=(entry_key,))
     except ValidationError as error:

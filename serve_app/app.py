@@ -154,7 +154,10 @@ class GatewayReplica:
             self._allocator = make_allocator(
                 APP_NAME, self._gateway, backends, bind_pool, registry, options.decision_log
             )
-        parts: dict[str, Remembers] = {"outliers": self._gateway.outliers, "limits": limits}
+        gateway = self._gateway
+        parts: dict[str, Remembers] = {
+            "autopilot": gateway.autopilot, "outliers": gateway.outliers, "limits": limits,
+        }  # fmt: skip
         if self._allocator is not None:
             parts["allocation"] = self._allocator
         path = options.state

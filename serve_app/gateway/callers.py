@@ -68,30 +68,34 @@ class ApiKey(FrozenModel):
     """Whose requests are counted together."""
     admin: bool = False
     """Whether it changes what is served."""
+    autopilot: bool = False
+    """Whether it changes policies, and nothing else, until a person vetoes that."""
     may_generate: bool | None = None
-    """Whether it asks models; None: unless it is an admin's."""
+    """Whether it asks models; None: unless it is an admin's or an autopilot's."""
     models: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Models that it may ask; None: all."""
     limits: CallerLimits = UNLIMITED
 
     @model_validator(mode="after")
     def _names_a_tenant(self) -> Self:
-        if not self.admin and self.tenant is None:
-            raise ValueError("give the tenant of a key that is no admin's")
+        if not (self.admin or self.autopilot) and self.tenant is None:
+            raise ValueError("give the tenant of a key that is no admin's and no autopilot's")
         return self
 
     @classmethod
     def of_token(cls, name: str, token: str, admin: bool = False) -> ApiKey:
         """Make the key for a token of the environment: without tenant or limits."""
         return cls.model_construct(
-            name=name, sha256=hash_of(token), tenant=None, admin=admin, may_generate=True,
-            models=None, limits=UNLIMITED,
+            name=name, sha256=hash_of(token), tenant=None, admin=admin, autopilot=False,
+            may_generate=True, models=None, limits=UNLIMITED,
         )  # fmt: skip
 
     @property
     def generates(self) -> bool:
         """Whether it may ask models."""
-        return not self.admin if self.may_generate is None else self.may_generate
+        if self.may_generate is not None:
+            return self.may_generate
+        return not (self.admin or self.autopilot)
 
 
 class KeysMessage(FrozenModel):

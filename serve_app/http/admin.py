@@ -17,6 +17,8 @@ from serve_app.http.body import StrictBody
 from serve_app.http.decide_schema import AnswerLengthsAnswer, GatewayPolicyAnswer, Problem
 from serve_app.http.errors import DENIED, PROBLEMS, refusals
 from serve_app.http.policies_schema import PoliciesAnswer, PoliciesChange, describe_policies
+from serve_app.http.reasons import BadRequest
+from serve_app.policy.autopilot import AutopilotAnswer, AutopilotReport
 from tokenyard.workload.answer_lengths import AnswerLengths
 
 _PAGE = resources.files("serve_app").joinpath("http/dashboard.html")
@@ -35,12 +37,29 @@ class PolicyChange(StrictBody):
     `ray_default`."""
     explore_fraction: Annotated[float, Field(ge=0, le=0.05, allow_inf_nan=False)] | None = None
     """Absent: the cluster file's."""
+    for_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = None
+    """Seconds after which what decides now decides again; absent: never."""
+
+
+class AutopilotVeto(StrictBody):
+    """Body of `POST /v1/autopilot`."""
+
+    veto: bool
+    """Whether the autopilot may change nothing from now on. What it tries ends at once."""
 
 
 def policy_router(gateway: Gateway, access: Access) -> APIRouter:
     """Routes about who decides."""
     router, manager = APIRouter(), gateway.manager
-    is_authorized, may_change = [Depends(access.is_authorized)], [Depends(access.may_change)]
+    is_authorized, autopilot = [Depends(access.is_authorized)], gateway.autopilot
+
+    async def check_change(request: Request) -> None:
+        """Check that the caller may change who decides, and is not vetoed."""
+        await access.may_change_policies(request)
+        if autopilot.vetoed and access.autopilot_key(request) is not None:
+            raise BadRequest("a person has vetoed the autopilot: POST /v1/autopilot", 409)
+
+    may_change = [Depends(check_change)]
 
     @router.get("/v1/policy", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def policy() -> GatewayPolicyAnswer:
@@ -55,7 +74,7 @@ def policy_router(gateway: Gateway, access: Access) -> APIRouter:
         if explore is None:
             explore = gateway.cluster.explore_fraction
         with refusals():
-            await manager.switch_by_hand(body.policy, explore)
+            await manager.switch_by_hand(body.policy, explore, body.for_s)
         return describe(gateway)
 
     @router.get("/v1/policies", dependencies=is_authorized, responses={401: {"model": Problem}})
@@ -75,6 +94,28 @@ def policy_router(gateway: Gateway, access: Access) -> APIRouter:
         with refusals():
             await manager.change(body.action, body.policy, body.share, body.alpha)
         return describe_policies(manager)
+
+    @router.get("/v1/autopilot", dependencies=is_authorized, responses={401: {"model": Problem}})
+    async def autopilot_state() -> AutopilotAnswer:
+        """Say where the autopilot stands, and what its policy has gained."""
+        return autopilot.describe()
+
+    @router.put("/v1/autopilot", dependencies=may_change, responses=PROBLEMS)
+    async def report(body: AutopilotReport) -> AutopilotAnswer:
+        """Take the report of the autopilot."""
+        autopilot.report(body)
+        return autopilot.describe()
+
+    @router.post("/v1/autopilot", dependencies=[Depends(access.may_change)], responses=PROBLEMS)
+    async def veto(body: AutopilotVeto) -> AutopilotAnswer:
+        """Stop the autopilot, and end what it tries; or let it go on."""
+        autopilot.vetoed = body.veto
+        if body.veto:
+            if manager.loan is not None:
+                await manager.change("rollback")
+            manager.end_experiment("the autopilot was vetoed")
+        manager.note("vetoed" if body.veto else "veto taken back", "autopilot", "asked")
+        return autopilot.describe()
 
     return router
 
@@ -153,6 +194,7 @@ def describe(gateway: Gateway) -> GatewayPolicyAnswer:
         num_explored=counts.num_explored,
         num_log_lines_lost=0 if log is None else log.num_lost,
         active=policy.name,
+        until_s=None if manager.loan is None else manager.loan.until_s,
         baseline=manager.baseline,
         missing=policy.loaded.card.startup_fallback,
         breaker_open=policy.breaker.state == "open",

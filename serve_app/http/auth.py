@@ -125,6 +125,17 @@ class Access:
         """
         ACTOR.set(self._actor_of(request))
 
+    async def may_change_policies(self, request: HTTPConnection) -> None:
+        """Check that a caller may change who decides, or raise Denied; note who it is."""
+        if (key := self.autopilot_key(request)) is None:
+            return await self.may_change(request)
+        ACTOR.set(f"{key.name} at {_address_of(request)}")
+
+    def autopilot_key(self, request: HTTPConnection) -> ApiKey | None:
+        """The key of an autopilot that is no admin's; None: the caller has none."""
+        key = self._key_of(request)
+        return key if key is not None and key.autopilot and not key.admin else None
+
     def is_admin(self, request: HTTPConnection) -> bool:
         """Whether a caller may change what is served."""
         try:

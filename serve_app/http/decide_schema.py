@@ -181,6 +181,8 @@ class GatewayPolicyAnswer(PolicyCard):
     """Decisions that are missing in the decision log."""
     active: str
     """The name that was asked for."""
+    until_s: float | None
+    """Unix time at which what decided before decides again, seconds; null: it stays."""
     baseline: str
     """Decides where the policy cannot."""
     missing: str | None

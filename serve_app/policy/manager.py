@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -50,6 +50,18 @@ _WARM_UP_S = 30.0
 _NUM_EVENTS = 200
 
 
+class Loan(NamedTuple):
+    """That a policy decides for a while; what decided before comes back by itself."""
+
+    champion: PolicyRunner
+    """What decided before."""
+    previous: PolicyRunner | None
+    """What that can go back to."""
+    ends: asyncio.TimerHandle
+    until_s: float
+    """Unix time, seconds."""
+
+
 class PolicyManager:
     """Changes who decides, and remembers it."""
 
@@ -82,6 +94,7 @@ class PolicyManager:
         self.picker = ReplicaPicker(baseline, loaded, settings, rng, clock_s)
         self.previous: PolicyRunner | None = None
         """The policy that decided before, to go back to."""
+        self.loan: Loan | None = None
         self.events: deque[Event] = deque(maxlen=_NUM_EVENTS)
         self.on_event: Callable[[Event], None] | None = None
         """Is told of each."""
@@ -144,8 +157,14 @@ class PolicyManager:
             runner = self.picker.runner(policy, prepared, explore_fraction)
         self._install(runner, "switched to", "asked")
 
-    async def switch_by_hand(self, policy: str, explore_fraction: float) -> None:
-        """Let another policy decide, after whatever else is being changed, and remember it."""
+    async def switch_by_hand(
+        self, policy: str, explore_fraction: float, for_s: float | None = None
+    ) -> None:
+        """Let another policy decide, after whatever else is being changed, and remember it.
+
+        `for_s`: what decides now decides again after so many seconds, or once the gateway has begun
+        anew; None: the other decides for good.
+        """
         async with self.store.changing(), self._changing:
             prepared = None
             if policy != RAY_DEFAULT:
@@ -153,8 +172,15 @@ class PolicyManager:
                 prepared = await asyncio.to_thread(prepare, policy, self.scenario, self.registry)
             self.store.check_goes_on()
             before, configured = self.policy, self._configured.policy
+            lender = (before, self.previous) if self.loan is None else self.loan[:2]
             self.switch(policy, explore_fraction, prepared=prepared)
             self.policy.aliases = before.aliases
+            if for_s is not None:
+                ends = asyncio.get_running_loop().call_later(
+                    for_s, self._install, lender[0], "decides again", "the other's time is over"
+                )
+                self.loan = Loan(*lender, ends, time.time() + for_s)
+                return
             self.policy.by_hand = (policy, explore_fraction) != (configured, self._explore_fraction)
             if policy == configured and not is_same(self.policy.label, before.label):
                 # The name means another now: to go back to this one is a choice.
@@ -267,14 +293,22 @@ class PolicyManager:
             self._alias.stop()
 
     def stop(self) -> None:
-        """End the threads."""
+        """End the threads, and a loan's timer."""
         self.end_experiment("the gateway ends")
+        if self.loan is not None:
+            self.loan.ends.cancel()
         self.picker.stop()
 
     def _install(self, runner: PolicyRunner, what: str, why: str) -> None:
         # An experiment is against one champion: with another it would begin anew.
         self.end_experiment("another policy decides")
-        self.previous, self.picker.policy = self.policy, runner
+        previous: PolicyRunner | None = self.policy
+        loan, self.loan = self.loan, None
+        if loan is not None:
+            loan.ends.cancel()
+            if runner is loan.champion:
+                previous = loan.previous  # As if there had been no loan.
+        self.previous, self.picker.policy = previous, runner
         self.note(what, runner.label, why)
 
     async def _carry_out(
@@ -353,8 +387,9 @@ class PolicyManager:
         experiment = self.experiment
         if experiment is not None and not experiment.running:
             experiment = None
+        policy, previous = (self.policy, self.previous) if self.loan is None else self.loan[:2]
         return GatewayState.model_validate({
-            "configured": self._configured, "policy": self.policy, "previous": self.previous,
+            "configured": self._configured, "policy": policy, "previous": previous,
             "experiment": experiment, "events": self.events, "alias": self._alias,
             "parts": self.store.parts,
         })  # fmt: skip

@@ -41,7 +41,7 @@ _SAVE_S = 5.0
 """Longest time for which an answer waits for the disk."""
 _WATCH_EVERY_S = 1.0
 _EVIDENCE_EVERY_S = 5.0
-_ALWAYS = ("limits", "outliers")
+_ALWAYS = ("autopilot", "limits", "outliers")
 """Parts whose state holds whichever policy the cluster file names."""
 
 

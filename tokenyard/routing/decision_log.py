@@ -6,11 +6,12 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tokenyard.routing.fleet import MeasuredReplica
 from tokenyard.routing.log_replay import Window
@@ -49,8 +50,100 @@ class LoggedDecision:
         return self.snapshots[self.index].replica_id
 
 
-def read_log(folder: Path) -> tuple[list[LoggedDecision], str]:
+@dataclass(frozen=True, eq=False)
+class Outcomes:
+    """When requests came, who decided, and what became of them; arrays of shape (num,)."""
+
+    arrival_s: FloatArray
+    """Unix time, seconds, in order."""
+    response_s: FloatArray
+    """Infinite where it was not completed."""
+    context_tokens: FloatArray
+    output_tokens: FloatArray
+    policy: npt.NDArray[np.str_]
+    """`name@sha256`."""
+
+    def __len__(self) -> int:
+        """How many requests."""
+        return len(self.arrival_s)
+
+    def where(self, chosen: npt.NDArray[np.bool_] | slice) -> Outcomes:
+        """Some of them."""
+        return Outcomes(*(getattr(self, each.name)[chosen] for each in fields(self)))
+
+    def between(self, from_s: float, to_s: float) -> Outcomes:
+        """Those that came in a span of time, Unix time, seconds."""
+        return self.where((self.arrival_s >= from_s) & (self.arrival_s < to_s))
+
+    def newest(self, count: int) -> Outcomes:
+        """The last ones."""
+        return self.where(slice(-count, None))
+
+    def longest_s(self) -> float:
+        """Longest response of those that were completed; 0: none was."""
+        return float(max(self.response_s[np.isfinite(self.response_s)], default=0.0))
+
+    def mean_s(self, unanswered_s: float) -> float:
+        """Mean response, `unanswered_s` for each that was not completed, seconds."""
+        return float(np.minimum(self.response_s, unanswered_s).mean())
+
+    def attained(self, slo_s: float) -> float:
+        """Share that was answered within an SLO."""
+        return float((self.response_s <= slo_s).mean())
+
+    def traffic(self) -> tuple[float, float, float]:
+        """Requests a second, and mean prompt and answer, tokens."""
+        span_s = max(float(self.arrival_s[-1] - self.arrival_s[0]), 1e-3)
+        means = self.context_tokens.mean(), np.maximum(self.output_tokens, 1.0).mean()
+        return len(self) / span_s, max(float(means[0]), 1.0), float(means[1])
+
+
+def read_outcomes(folder: Path) -> Outcomes:
+    """Read what became of the requests of a decision log, without what was known of replicas.
+
+    Raises:
+        ValueError: As `read_log`.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = ["arrival_s", "response_s", "context_tokens", "output_tokens", "policy"]
+    checked = ["request_id", "attempt", "outcome", "format_version"]
+    tables = []
+    for file in _files(folder):
+        try:
+            table = pq.read_table(file, columns=[*columns, *checked])
+        except (pa.ArrowException, KeyError) as error:
+            raise ValueError(f"{file} is no decision log: {error!r}") from None
+        _check_versions(set(table["format_version"].to_pylist()), file)
+        tables.append(table)
+    frame = pa.concat_tables(tables).to_pandas().sort_values(["arrival_s", "attempt"])
+    # The last attempt is the one that was answered, if any was.
+    frame = frame.drop_duplicates("request_id", keep="last")
+    if frame.empty:
+        raise ValueError(f"the decision log in {folder} holds no request that was placed")
+    answered = frame["outcome"].isin(_DONE)
+    response_s = frame["response_s"].where(answered, math.inf).fillna(math.inf)
+    numbers = {name: frame[name].to_numpy(np.float64) for name in columns[2:4]}
+    return Outcomes(
+        frame["arrival_s"].to_numpy(np.float64), response_s.to_numpy(np.float64),
+        **numbers, policy=frame["policy"].to_numpy(np.str_),
+    )  # fmt: skip
+
+
+def _files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("decisions-*.parquet"))
+    if not files:
+        raise ValueError(f"no decisions-*.parquet in {folder}: deploy with --decision-log")
+    return files
+
+
+def read_log(folder: Path, since_s: float = -math.inf) -> tuple[list[LoggedDecision], str]:
     """Read all files of a gateway's decision log.
+
+    Args:
+        folder: Of the log.
+        since_s: Unix time of the first arrival that counts, seconds.
 
     Returns:
         Decisions in order of arrival, without those that repeat a request, and a hash of the files.
@@ -63,11 +156,10 @@ def read_log(folder: Path) -> tuple[list[LoggedDecision], str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    files = sorted(folder.glob("decisions-*.parquet"))
-    if not files:
-        raise ValueError(f"no decisions-*.parquet in {folder}: deploy with --decision-log")
     digest, found = hashlib.sha256(), []
-    for file in files:
+    for file in _files(folder):
+        if file.stat().st_mtime < since_s:
+            continue
         digest.update(file.read_bytes())
         try:
             rows = pq.read_table(file).to_pylist()
@@ -75,6 +167,7 @@ def read_log(folder: Path) -> tuple[list[LoggedDecision], str]:
             found += [_decision(row) for row in rows if row["attempt"] == 0 and row["candidates"]]
         except (pa.ArrowException, KeyError, TypeError) as error:
             raise ValueError(f"{file} is no decision log: {error!r}") from None
+    found = [decision for decision in found if decision.request.arrival_s >= since_s]
     if not found:
         raise ValueError(f"the decision log in {folder} holds no request that was placed")
     found.sort(key=lambda one: one.request.arrival_s)

@@ -20,6 +20,7 @@ from a policy of weights that decides today if it is better than the best rule o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -194,7 +195,7 @@ class Traffic:
 
 def logged_traffic(
     folder: Path, fleet: str | Scenario, now: Choice | None = None,
-    registry: RegistryLookup | None = None,
+    registry: RegistryLookup | None = None, since_s: float = -math.inf,
 ) -> Traffic:  # fmt: skip
     """What a gateway was asked, on the replicas of a fleet or on those that were logged.
 
@@ -204,11 +205,12 @@ def logged_traffic(
             of the log, as fast as they were in its first part.
         now: What decides today; None: what placed most requests of the log's last part.
         registry: Where the scenario's champion is looked up, if it was that.
+        since_s: Unix time of the first arrival that counts, seconds.
 
     Raises:
         ValueError: The log cannot be read, or does not suit the scenario.
     """
-    decisions, digest = read_log(folder)
+    decisions, digest = read_log(folder, since_s)
     num_learned = int(LEARNED_SHARE * len(decisions))
     label = served_policy(decisions[num_learned:])
     now = now or _served(label, fleet, registry)
