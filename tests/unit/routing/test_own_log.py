@@ -244,7 +244,7 @@ def test_a_log_names_what_decided_in_its_last_part(log, tmp_path, monkeypatch):
     def found(label, fleet, early="round_robin@0"):
         served = [replace(one, policy=label) for one in decisions]
         served[:3500] = [replace(one, policy=early) for one in served[:3500]]
-        monkeypatch.setattr(own_traffic, "read_log", lambda _: (served, digest))
+        monkeypatch.setattr(own_traffic, "read_log", lambda *_: (served, digest))
         return logged_traffic(log, fleet)
 
     by_rule = found("marginal_delay+sjf@60@0123", "mixed")
