@@ -55,6 +55,7 @@ _SETTLE_SHARE = 0.25
 _DRIFT = 0.3
 """Change of the logarithm of rate or mean lengths that begins a cycle."""
 _RECENT = 1000
+_MONTH_S = 30 * 86400.0
 _WATCH_PAUSE = 8
 """Stretches without a change between two pairs after a promotion."""
 
@@ -256,7 +257,7 @@ class Autopilot:
         while time.time() < next_s:
             time.sleep(min(60.0, max(next_s - time.time(), 0.0)))
             self.gateway.check_veto()
-            recent = self._outcomes().newest(_RECENT)
+            recent = self._newest(_RECENT)
             if learned is None or len(recent) < _RECENT:
                 continue
             if np.abs(np.log(np.divide(recent.traffic(), learned))).max() > _DRIFT:
@@ -268,7 +269,9 @@ class Autopilot:
     def _train(self) -> None:
         """Learn from the log, and keep what is better on its last part."""
         args = self.args
-        newest = self._outcomes().newest(args.requests)
+        newest = self._newest(args.requests)
+        if not len(newest):
+            return self._finish("the decision log holds no request of the last month")
         found, error, now = _train_in_ray(args, float(newest.arrival_s[0]))
         for remark in found.remarks:
             self.console.print(remark, soft_wrap=True, markup=False)
@@ -355,8 +358,8 @@ class Autopilot:
         label, begins_s = self.gateway.lend(lent, stretch_s)
         self._pause(stretch_s * (1.0 + lends_first))
         self._pause(_FLUSHED_S + min(self._slo_s, stretch_s))
-        outcomes = self._outcomes()
         other_s = begins_s + (stretch_s if lends_first else -stretch_s)
+        outcomes = read_outcomes(self.args.log, min(begins_s, other_s))
         settle_s = _SETTLE_SHARE * stretch_s
         with_it = outcomes.between(begins_s + settle_s, begins_s + stretch_s)
         with_it = with_it.where(with_it.policy == label)
@@ -376,8 +379,14 @@ class Autopilot:
         )  # fmt: skip
         return True
 
-    def _outcomes(self) -> Outcomes:
-        return read_outcomes(self.args.log)
+    def _newest(self, count: int) -> Outcomes:
+        """The newest requests of the log, as far as the last month has so many."""
+        span_s = 3600.0
+        while True:
+            outcomes = read_outcomes(self.args.log, time.time() - span_s)
+            if len(outcomes) >= count or span_s >= _MONTH_S:
+                return outcomes.newest(count)
+            span_s = min(4.0 * span_s, _MONTH_S)
 
     def _change(self, action: str, **fields: Any) -> None:
         self.gateway.send("POST", "/v1/policies", {"action": action, **fields})

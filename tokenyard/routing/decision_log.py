@@ -98,30 +98,33 @@ class Outcomes:
         return len(self) / span_s, max(float(means[0]), 1.0), float(means[1])
 
 
-def read_outcomes(folder: Path) -> Outcomes:
-    """Read what became of the requests of a decision log, without what was known of replicas.
+def read_outcomes(folder: Path, since_s: float) -> Outcomes:
+    """Read what became of requests in a decision log, without what was known of replicas.
+
+    Args:
+        folder: Of the log.
+        since_s: Unix time of the first arrival that counts, seconds.
 
     Raises:
-        ValueError: As `read_log`.
+        ValueError: There is no log, a file is not one of a decision log, or of another release.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     columns = ["arrival_s", "response_s", "context_tokens", "output_tokens", "policy"]
     checked = ["request_id", "attempt", "outcome", "format_version"]
-    tables = []
-    for file in _files(folder):
+    tables = [pa.table({name: [] for name in (*columns, *checked)})]
+    for file in _files(folder, since_s):
         try:
             table = pq.read_table(file, columns=[*columns, *checked])
         except (pa.ArrowException, KeyError) as error:
             raise ValueError(f"{file} is no decision log: {error!r}") from None
         _check_versions(set(table["format_version"].to_pylist()), file)
         tables.append(table)
-    frame = pa.concat_tables(tables).to_pandas().sort_values(["arrival_s", "attempt"])
+    table = pa.concat_tables(tables, promote_options="permissive")
+    frame = table.to_pandas().sort_values(["arrival_s", "attempt"])
     # The last attempt is the one that was answered, if any was.
-    frame = frame.drop_duplicates("request_id", keep="last")
-    if frame.empty:
-        raise ValueError(f"the decision log in {folder} holds no request that was placed")
+    frame = frame[frame["arrival_s"] >= since_s].drop_duplicates("request_id", keep="last")
     answered = frame["outcome"].isin(_DONE)
     response_s = frame["response_s"].where(answered, math.inf).fillna(math.inf)
     numbers = {name: frame[name].to_numpy(np.float64) for name in columns[2:4]}
@@ -131,11 +134,12 @@ def read_outcomes(folder: Path) -> Outcomes:
     )  # fmt: skip
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Path, since_s: float) -> list[Path]:
+    """Files of a log that may hold requests that came at that Unix time or later."""
     files = sorted(folder.glob("decisions-*.parquet"))
     if not files:
         raise ValueError(f"no decisions-*.parquet in {folder}: deploy with --decision-log")
-    return files
+    return [file for file in files if file.stat().st_mtime >= since_s]
 
 
 def read_log(folder: Path, since_s: float = -math.inf) -> tuple[list[LoggedDecision], str]:
@@ -157,9 +161,7 @@ def read_log(folder: Path, since_s: float = -math.inf) -> tuple[list[LoggedDecis
     import pyarrow.parquet as pq
 
     digest, found = hashlib.sha256(), []
-    for file in _files(folder):
-        if file.stat().st_mtime < since_s:
-            continue
+    for file in _files(folder, since_s):
         digest.update(file.read_bytes())
         try:
             rows = pq.read_table(file).to_pylist()

@@ -4,7 +4,7 @@ Requests of two policies that decide at the same time wait in the same queues, s
 what the other does. In turns nobody is (switchback experiments: Bojinov, Simchi-Levi and Zhao
 2023, Management Science 69). Stretches of time come in pairs, one of each policy, in random order.
 If the two are the same, the sign of the difference within a pair is a coin toss, however traffic
-bursts, drifts, and whatever the size of the difference. `SwitchbackTest` bets on that sign. Its
+bursts, drifts, and whatever the size of the difference. `bet` bets on that sign. Its
 capital is a test martingale: the chance that it ever exceeds 1 / alpha is at most alpha (Ville's
 inequality; Ramdas et al. 2023, arXiv:2210.01948), so it may be looked at after every pair.
 """
