@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,18 @@ from tokenyard.artifact import model_name
 from tokenyard.config import sentence_of
 from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.registry import CANDIDATE, connect, mlflow_lookup, offer
+from tokenyard.routing.artifact import rule_for
 from tokenyard.routing.decision_log import Outcomes, read_outcomes
-from tokenyard.routing.own_traffic import Found, OwnTraffic, logged_traffic
+from tokenyard.routing.gate import rule_runs
+from tokenyard.routing.own_traffic import Found, OwnTraffic, Traffic, logged_traffic
 from tokenyard.routing.policies import is_rule
-from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.problem import PROBLEM
+from tokenyard.routing.scenario import Scenario, load_scenario
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource
 from tokenyard.statistics.sequential import DEFAULT_ALPHA
 from tokenyard.statistics.switchback import mean_gain, verdict
+from tokenyard.types import FloatArray
+from tokenyard.workload.trace import Trace
 
 _TOKEN = "TOKENYARD_AUTOPILOT_TOKEN"
 _LOOK_EVERY_S = 2.0
@@ -111,6 +117,8 @@ class Progress(BaseModel):
     """Of each pair: logarithm of the former policy's mean response over the candidate's."""
     attained: list[float] = []
     """Of each pair: the candidate's SLO attainment minus the former policy's."""
+    twin: dict[str, Any] | None = None
+    """Fields of the scenario that was fitted to the log."""
     twin_error_fraction: float | None = None
     traffic: tuple[float, float, float] | None = None
     """Requests a second, and mean prompt and answer, tokens, that the last cycle learned from."""
@@ -272,11 +280,18 @@ class Autopilot:
         newest = self._newest(args.requests)
         if not len(newest):
             return self._finish("the decision log holds no request of the last month")
-        found, error, now = _train_in_ray(args, float(newest.arrival_s[0]))
+        found, traffic = _train_in_ray(args, float(newest.arrival_s[0]))
+        error, now = traffic.twin_error_fraction, traffic.now.name if traffic.now else None
         for remark in found.remarks:
             self.console.print(remark, soft_wrap=True, markup=False)
-        told = {"twin_error_fraction": error, "traffic": newest.newest(_RECENT).traffic()}
-        self.progress = self.progress.model_copy(update=told)
+        twin = None
+        if isinstance(traffic.fleet, Scenario):
+            twin = traffic.fleet.model_dump(mode="json", exclude_none=True)
+        learned = {
+            "twin": twin, "twin_error_fraction": error,
+            "traffic": newest.newest(_RECENT).traffic(),
+        }  # fmt: skip
+        self.progress = self.progress.model_copy(update=learned)
         if error is not None and error > args.most_twin_error:
             return self._finish(f"the simulator is off by {error:.0%}, so nothing is tried")
         choice = found.choice
@@ -359,7 +374,9 @@ class Autopilot:
         self._pause(stretch_s * (1.0 + lends_first))
         self._pause(_FLUSHED_S + min(self._slo_s, stretch_s))
         other_s = begins_s + (stretch_s if lends_first else -stretch_s)
-        outcomes = read_outcomes(self.args.log, min(begins_s, other_s))
+        # With what came shortly before, so that the simulator's fleet is busy.
+        outcomes = read_outcomes(self.args.log, min(begins_s, other_s) - 2.0 * stretch_s)
+        outcomes = replace(outcomes, simulated_s=self._simulated_s(outcomes))
         settle_s = _SETTLE_SHARE * stretch_s
         with_it = outcomes.between(begins_s + settle_s, begins_s + stretch_s)
         with_it = with_it.where(with_it.policy == label)
@@ -371,13 +388,32 @@ class Autopilot:
             return False
         # What was not answered has waited as long as any.
         longest_s = max(new.longest_s(), old.longest_s(), self._slo_s)
-        gain = math.log(old.mean_s(longest_s) / new.mean_s(longest_s))
+        gain = math.log(old.mean_over_simulated(longest_s) / new.mean_over_simulated(longest_s))
         attained = new.attained(self._slo_s) - old.attained(self._slo_s)
         self._go_on(
             self.progress.step, f"pair {len(self.progress.gains) + 1}: {math.expm1(gain):+.1%}",
             gains=[*self.progress.gains, gain], attained=[*self.progress.attained, attained],
         )  # fmt: skip
         return True
+
+    def _simulated_s(self, outcomes: Outcomes) -> FloatArray | None:
+        """Responses of these requests if the former policy had decided about all, seconds.
+
+        What is measured is divided by them, so that a burst in one stretch is not put down to who
+        decided then. They depend on what came alone, which leaves the test valid.
+        """
+        if self.progress.twin is None:
+            return None
+        scenario = Scenario.model_validate(self.progress.twin)
+        former = str(self.progress.in_place_of)
+        rule = former if is_rule(former) else rule_for(scenario.name)
+        trace = Trace(
+            outcomes.arrival_s - outcomes.arrival_s[0], outcomes.context_tokens.astype(np.int64),
+            np.maximum(outcomes.output_tokens, 1.0).astype(np.int64),
+        )  # fmt: skip
+        streams = StreamSet([StreamSource(scenario).encode(trace)], "what was sent")
+        (run,) = rule_runs(PROBLEM, rule, scenario, streams)
+        return run.outcomes.response_s
 
     def _newest(self, count: int) -> Outcomes:
         """The newest requests of the log, as far as the last month has so many."""
@@ -399,8 +435,8 @@ class Autopilot:
             self.gateway.check_veto()
 
 
-def _train_in_ray(args: Args, since_s: float) -> tuple[Found, float | None, str | None]:
-    """Train on a log in a task of Ray; return also the simulator's error and what decides now."""
+def _train_in_ray(args: Args, since_s: float) -> tuple[Found, Traffic]:
+    """Train on a log in a task of Ray; return also what was read."""
     import ray
 
     from tune_configs.tuner import start_ray
@@ -408,18 +444,18 @@ def _train_in_ray(args: Args, since_s: float) -> tuple[Found, float | None, str 
     if not ray.is_initialized():
         start_ray(1)
     task = ray.remote(num_cpus=1, max_retries=2)(_train_on_log)
-    result: tuple[Found, float | None, str | None] = ray.get(task.remote(args, since_s))
+    result: tuple[Found, Traffic] = ray.get(task.remote(args, since_s))
     return result
 
 
-def _train_on_log(args: Args, since_s: float) -> tuple[Found, float | None, str | None]:
+def _train_on_log(args: Args, since_s: float) -> tuple[Found, Traffic]:
     registry = mlflow_lookup(args.registry) if args.registry else None
     scenario = load_scenario(args.scenario)
     traffic = logged_traffic(args.log, scenario, registry=registry, since_s=since_s)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / f"{scenario.name}.json"
         found = OwnTraffic(traffic, model, args.minutes, seed=args.seed).train()
-    return found, traffic.twin_error_fraction, traffic.now.name if traffic.now else None
+    return found, traffic
 
 
 def main(args: Args) -> None:

@@ -62,6 +62,8 @@ class Outcomes:
     output_tokens: FloatArray
     policy: npt.NDArray[np.str_]
     """`name@sha256`."""
+    simulated_s: FloatArray | None = None
+    """Responses in a simulator, under one policy; None: nobody has asked one."""
 
     def __len__(self) -> int:
         """How many requests."""
@@ -69,7 +71,9 @@ class Outcomes:
 
     def where(self, chosen: npt.NDArray[np.bool_] | slice) -> Outcomes:
         """Some of them."""
-        return Outcomes(*(getattr(self, each.name)[chosen] for each in fields(self)))
+        columns = {each.name: getattr(self, each.name) for each in fields(self)}
+        kept = {name: column[chosen] for name, column in columns.items() if column is not None}
+        return Outcomes(**kept)
 
     def between(self, from_s: float, to_s: float) -> Outcomes:
         """Those that came in a span of time, Unix time, seconds."""
@@ -83,9 +87,13 @@ class Outcomes:
         """Longest response of those that were completed; 0: none was."""
         return float(max(self.response_s[np.isfinite(self.response_s)], default=0.0))
 
-    def mean_s(self, unanswered_s: float) -> float:
-        """Mean response, `unanswered_s` for each that was not completed, seconds."""
-        return float(np.minimum(self.response_s, unanswered_s).mean())
+    def mean_over_simulated(self, unanswered_s: float) -> float:
+        """Mean response over the simulator's, or in seconds where there is none.
+
+        What was not completed counts as `unanswered_s`.
+        """
+        simulated_s = 1.0 if self.simulated_s is None else float(self.simulated_s.mean())
+        return float(np.minimum(self.response_s, unanswered_s).mean()) / simulated_s
 
     def attained(self, slo_s: float) -> float:
         """Share that was answered within an SLO."""

@@ -16,7 +16,7 @@ from pipelines.autopilot import Args, Autopilot, Gateway
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.http.free_port import free_port
 from serve_app.http.listener import Listener
-from tokenyard.routing.own_traffic import Choice, Found
+from tokenyard.routing.own_traffic import Choice, Found, Traffic
 
 pytestmark = pytest.mark.integration
 DELAYS_S = (0.005, 0.25)
@@ -66,7 +66,10 @@ def quick(monkeypatch):
     trained = {"choice": "least_connections", "error": 0.05, "now": "round_robin"}
 
     def train(args, since_s):
-        return Found(Choice(trained["choice"]), [], []), trained["error"], trained["now"]
+        traffic = Traffic(
+            None, "fleet.yaml", Choice(trained["now"]), twin_error_fraction=trained["error"]
+        )
+        return Found(Choice(trained["choice"]), [], []), traffic
 
     monkeypatch.setattr(command, "_train_in_ray", train)
     return trained
