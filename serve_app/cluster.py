@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from serve_app.endpoints import AnyEndpoint, GatewayPath, MetricNames, Pattern, ServiceDiscovery
-from serve_app.engine_config import EngineConfig
+from serve_app.engine_config import EngineConfig, Hardware
 from tokenyard.allocation.types import Parallelism
 from tokenyard.config import FrozenModel, check_distinct, fitted, read_fields
+from tokenyard.perf.online import GENERIC_ITERATION
 from tokenyard.routing.fleet import EngineSpeed, IterationSpeed, requests_per_s
 
 MAX_PROMPT_TOKENS = 1 << 20
@@ -35,7 +37,7 @@ class EngineProfile(EngineSpeed):
 
     max_batch: Annotated[int, Field(ge=1)]
     token_budget: Annotated[int, Field(ge=1)]
-    source: Literal["declared", "measured"] = "declared"
+    source: Literal["declared", "estimated", "measured"] = "declared"
 
     def slot_tokens_per_s(self, context_tokens: float, generated_tokens: float) -> float:
         """Full speed over `max_batch`, for requests of these mean lengths, tokens per second."""
@@ -152,8 +154,11 @@ class ExternalPool(FrozenModel):
     loras: tuple[_ModelName, ...] = ()
     """LoRA adapters of the model, all on every endpoint. Callers and endpoints have the same names
     for them, which are those of models in requests (vLLM's `--lora-modules`)."""
-    profile: EndpointProfile
-    """Their speed, which nobody can measure from outside without loading them."""
+    profile: EndpointProfile | None = None
+    """What is believed of their speed until their answers show it; None: nothing, or what
+    `hardware` says."""
+    hardware: Hardware | None = None
+    """On what they run, where the performance model knows it: for a pool without `profile`."""
     max_ongoing: Annotated[int, Field(ge=1)] = 1024
     """Most requests of this gateway in flight at one endpoint; more are placed elsewhere. Where
     there is no room anywhere they wait in the cluster's `queue`, or get 429."""
@@ -174,8 +179,21 @@ class ExternalPool(FrozenModel):
     """What of a stream is handed on at once: all from its first token on, so that another endpoint
     can answer until then, or everything, with its head and comments."""
 
+    @cached_property
+    def prior(self) -> EndpointProfile:
+        """Their profile, or what stands in for it."""
+        if self.profile is not None:
+            return self.profile
+        known = None if self.hardware is None else self.hardware.replica
+        values = GENERIC_ITERATION if known is None else known.iteration
+        times = dict(zip(IterationSpeed.model_fields, values.tolist(), strict=True))
+        capacity = None if known is None else known.kv_capacity_tokens
+        return EndpointProfile(**times, kv_capacity_tokens=capacity)
+
     @model_validator(mode="after")
     def _may_have_endpoints(self) -> Self:
+        if self.profile is not None and self.hardware is not None:
+            raise ValueError("give profile or hardware, not both")
         if not (self.endpoints or self.service_discovery or self.allowed):
             raise ValueError("give endpoints, service_discovery, or what is allowed to be added")
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,8 +13,8 @@ from tokenyard.routing.fleet import ReplicaConfig
 from tokenyard.types import FloatArray
 
 
-class Emulation(FrozenModel):
-    """Hardware and model that a replica stands in for."""
+class Hardware(FrozenModel):
+    """On what a model runs, by names that the performance model knows."""
 
     gpu: str
     """Name in the table of GPUs (`tokenyard.perf.hardware`)."""
@@ -23,28 +23,34 @@ class Emulation(FrozenModel):
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     """GPUs that share every layer."""
     precision: Precision = "fp16"
-    time_scale: Annotated[float, Field(ge=1)] = 1.0
-    """Everything takes so many times as long, for machines that could not keep the pace."""
 
     @model_validator(mode="after")
-    def _is_known(self) -> Emulation:
-        self._replica  # noqa: B018  Its validation says what is wrong with the names.
+    def _is_known(self) -> Self:
+        self.replica  # noqa: B018  Its validation says what is wrong with the names.
         return self
 
     @cached_property
-    def _replica(self) -> ReplicaConfig:
+    def replica(self) -> ReplicaConfig:
+        """What the performance model says of it."""
         return ReplicaConfig(
-            name="emulated",
+            name="replica",
             gpu=self.gpu,
             model=self.llm,
             tensor_parallel=self.tensor_parallel,
             precision=self.precision,
         )
 
+
+class Emulation(Hardware):
+    """Hardware and model that a replica stands in for."""
+
+    time_scale: Annotated[float, Field(ge=1)] = 1.0
+    """Everything takes so many times as long, for machines that could not keep the pace."""
+
     @cached_property
     def iteration(self) -> FloatArray:
         """Seconds per iteration, prefill token, decoding sequence and KV token, shape (4,)."""
-        return self._replica.iteration * self.time_scale
+        return self.replica.iteration * self.time_scale
 
 
 class EngineConfig(FrozenModel):

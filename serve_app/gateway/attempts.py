@@ -258,7 +258,7 @@ class ReplicaAttempt:
                     answer.request.span.first_token()
         if num_tokens > answer.num_tokens:
             answer.num_tokens = num_tokens
-            replica.in_flight.receive(answer.request.request_id, num_tokens)
+            replica.in_flight.receive(answer.request.request_id, num_tokens, is_whole)
         answer.finish_reason = finish_reason
 
     def publish(self, status: EngineStatus) -> None:

@@ -21,6 +21,7 @@ from serve_app.endpoints import Endpoint, Found, is_allowed
 from serve_app.engines.base import EngineStatus
 from serve_app.engines.waiting import ArrivalKeys, priority_of
 from serve_app.gateway.discovery import sources_of
+from serve_app.gateway.endpoint_speed import SHARE_EVERY_S, EndpointSpeed
 from serve_app.gateway.engine_metrics import StuckMetrics
 from serve_app.gateway.exchange import Attempt, Downstream
 from serve_app.gateway.forwarding import EndpointAsRayReplica, Forwarder
@@ -30,6 +31,7 @@ from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.replicas import ReplicaState, ReplicaTable
 from serve_app.gateway.scraping import Scraper
 from serve_app.gateway.upstream import Origin
+from tokenyard.perf.online import PoolEstimator
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +50,21 @@ class _Endpoint(EndpointAsRayReplica):
             pool.client, origin, pool.key, pool.settings.metrics,
             lambda: pool.hear(self), pool.failures.inc,
         )  # fmt: skip
-        self._profile, self._stuck = pool.settings.profile, StuckMetrics()
-        self._sizes: tuple[int | None, float | None] = (None, None)
+        self._stuck = StuckMetrics()
 
     def tell(self, state: ReplicaState) -> None:
         """Write its status to a row; our requests in flight stand in for what is missing."""
         said, heard_s, info = self.scraper.reading, self.scraper.heard_s, self.scraper.info
         capacity = said.kv_capacity_tokens or info.kv_capacity_tokens
-        if self._sizes != (info.max_batch, capacity):
-            self._sizes = info.max_batch, capacity
-            state.learn(self._profile.completed(*self._sizes))
+        assert state.speed is not None
+        state.learn(state.speed.publish(info.max_batch, capacity))
         num, num_uses = state.in_flight.count_at(heard_s), state.in_flight.num_changes
         said = self._stuck.left_out(said, heard_s, num, num_uses)
         engine, missing = said.engine or info.engine, said.missing
         state.info = replace(info, engine=engine, kv_capacity_tokens=capacity, missing=missing)
         waiting, running, kv_used = said.waiting, said.running, said.kv_used_fraction
+        if waiting is not None and running is not None:
+            state.speed.compare(waiting, running, kv_used, num)
         if waiting is None:
             waiting = 0 if running is None else max(num - running, 0)
         running = max(num - waiting, 0) if running is None else running
@@ -114,11 +116,14 @@ class ExternalBackend:
             self._own_name = re.compile(pattern)
         self._arrivals, self.key = ArrivalKeys(), _key_line(pool)
         self._forwarder = Forwarder(
-            f"an endpoint of pool {self.name!r}", pool.deadlines, pool.profile.prefill_token_s,
+            f"an endpoint of pool {self.name!r}", pool.deadlines, pool.prior.prefill_token_s,
             at_once=pool.commit == "first_byte",
         )  # fmt: skip
         self.client = self._forwarder.client
         self.failures = metrics.scrape_failures.labels(pool.name)
+        is_known = pool.profile is not None or pool.hardware is not None
+        self._estimator = PoolEstimator(pool.prior.iteration if is_known else None)
+        self._share_at_s = 0.0
         self._owners = {} if owners is None else owners
         self._in_file: Found = dict.fromkeys(endpoint.address for endpoint in pool.endpoints)
         self._discovered: dict[str, Found] = {}
@@ -189,14 +194,18 @@ class ExternalBackend:
 
     def refresh(self, table: ReplicaTable, now_s: float) -> None:
         """Pass on what endpoints published since the last time, and forget drained ones."""
+        if now_s >= self._share_at_s:
+            self._share(now_s)
         if not self._news:
             return
         news, self._news = self._news, {}
         for url, endpoint in news.items():
             if endpoint.state is None:
-                profile = self.settings.profile.completed(None, None)
+                speed = EndpointSpeed(url, self.settings, self._estimator.add(url))
                 size = self.settings.prefix_block_tokens
-                endpoint.state = table.add(url, self.name, profile, size, now_s)
+                endpoint.state = table.add(url, self.name, speed.profile, size, now_s)
+                endpoint.state.speed = speed
+                endpoint.state.in_flight.meter = speed.meter
             endpoint.tell(endpoint.state)
             table.drain(endpoint.state, endpoint.draining)
             self._lengths[url] = endpoint.scraper.info.max_model_len or 0
@@ -205,11 +214,20 @@ class ExternalBackend:
             elif endpoint.draining:
                 del self._endpoints[url], self._owners[url], self._lengths[url]
                 table.keep(self.name, self._endpoints)
+                self._estimator.drop(url)
                 for connection in [*endpoint.origin.idle]:
                     connection.close()
         # Here, and not where it is read: every request reads it several times.
         longest = max(self._lengths.values(), default=0)
         self.max_model_tokens = self.settings.max_model_tokens or longest or math.inf
+
+    def _share(self, now_s: float) -> None:
+        """Let endpoints learn from each other, and policies from them."""
+        self._share_at_s = now_s + SHARE_EVERY_S
+        self._estimator.share()
+        for endpoint in self._endpoints.values():
+            if (state := endpoint.state) is not None and state.speed is not None:
+                state.learn(state.speed.estimate())
 
     def describe(self) -> dict[str, Any]:
         """Return the sources of endpoints, and their errors."""

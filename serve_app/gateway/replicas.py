@@ -20,6 +20,8 @@ import numpy as np
 
 from serve_app.cluster import EngineProfile
 from serve_app.engines.base import EngineStatus
+from serve_app.gateway.endpoint_speed import EndpointSpeed
+from tokenyard.perf.online import AnswerMeter
 from tokenyard.routing import snapshot_table as columns
 from tokenyard.routing.prefix_index import PrefixIndex, block_names
 from tokenyard.routing.snapshot_table import Candidates, SnapshotTable, fill_live, offer
@@ -66,6 +68,8 @@ class _Sent:
     prompt_tokens: int
     blocks: IntArray
     """Names of the prompt's whole blocks in the prefix cache, shape (num_blocks,)."""
+    context_tokens: float
+    """Of the prompt, those that are cached included."""
     num_generated: int = 0
 
 
@@ -82,6 +86,8 @@ class InFlight:
         self.num_changes = 0
         """Requests that were sent or ended so far."""
         self.mean_response_s = math.nan
+        self.meter: AnswerMeter | None = None
+        """What estimates the replica's speed from its answers; None: nobody does."""
         self.tell(row)
 
     def tell(self, row: Row) -> None:
@@ -120,20 +126,30 @@ class InFlight:
         now_s: float,
         prompt_tokens: int = 0,
         blocks: IntArray = _NO_BLOCKS,
+        context_tokens: float = 0.0,
     ) -> None:
         """Add a request that is on its way."""
         self._requests[request_id] = _Sent(
-            assumed_prefill_tokens, predicted_output_tokens, prompt_tokens, blocks
+            assumed_prefill_tokens, predicted_output_tokens, prompt_tokens, blocks, context_tokens
         )
+        if self.meter is not None:
+            self.meter.send(request_id, assumed_prefill_tokens)
         self._prefill_tokens += assumed_prefill_tokens
         self._output_tokens += predicted_output_tokens
         self._change(now_s)
 
-    def receive(self, request_id: str, num_generated: int) -> None:
-        """Record how many tokens of an answer have come so far."""
+    def receive(self, request_id: str, num_generated: int, is_whole: bool = False) -> None:
+        """Record how many tokens of an answer have come so far; `is_whole`: all at once."""
         request = self._requests.get(request_id)
         if request is None or num_generated <= request.num_generated:
             return
+        if (meter := self.meter) is not None:
+            computed, context = request.assumed_prefill_tokens, request.context_tokens
+            if is_whole:
+                meter.receive_whole(request_id, num_generated, computed, context)
+            else:
+                before = request.num_generated
+                meter.receive(request_id, num_generated - before, before, computed, context)
         if request.num_generated == 0:
             self._prefill_tokens -= request.assumed_prefill_tokens
             self.prefill_tokens = max(self._prefill_tokens, 0.0)
@@ -149,6 +165,8 @@ class InFlight:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
+        if self.meter is not None:
+            self.meter.end(request_id)
         self._output_tokens -= request.predicted_output_tokens
         self._generated_tokens -= request.num_generated
         if request.num_generated == 0:
@@ -228,6 +246,8 @@ class ReplicaState:
         self.last_sent_s = -math.inf
         """Unix time when a request was last sent to it, seconds."""
         self.info = EndpointInfo()
+        self.speed: EndpointSpeed | None = None
+        """What estimates its speed; None: nobody does."""
         self.draining = False
         """Whether it gets no new requests, and goes once those in flight have ended."""
         self._count_when_published = 0
@@ -291,8 +311,9 @@ class ReplicaState:
         """Add a request that is on its way."""
         rest, blocks = float(prompt.num_tokens - match_tokens), prompt.blocks(self.block_tokens)
         self.in_flight.send(
-            request_id, rest, predicted_output_tokens, now_s, len(prompt.token_ids), blocks
-        )
+            request_id, rest, predicted_output_tokens, now_s, len(prompt.token_ids), blocks,
+            prompt.num_tokens,
+        )  # fmt: skip
         self.last_sent_s = now_s
         self._row[columns.STATE_LAST_SENT_S] = now_s
         if self.block_tokens:

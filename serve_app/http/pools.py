@@ -83,6 +83,7 @@ def _describe_replica(replica: ReplicaState, now_s: float) -> dict[str, Any]:
         "replica_id": replica.replica_id,
         "pool": replica.pool,
         "profile": replica.profile.model_dump(),
+        "estimate": None if replica.speed is None else replica.speed.describe(),
         "published": status,
         "age_s": max(now_s - observed_at_s, 0.0),
         "in_flight": replica.in_flight.count,

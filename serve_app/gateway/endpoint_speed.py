@@ -1,0 +1,87 @@
+"""What is believed of an endpoint's speed: what is declared, published, and seen of its answers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from serve_app.cluster import EngineProfile, ExternalPool
+from tokenyard.perf.online import AnswerMeter, BatchLimit, ReplicaEstimator
+from tokenyard.routing.fleet import IterationSpeed
+
+logger = logging.getLogger(__name__)
+
+SHARE_EVERY_S = 1.0
+"""Time after which endpoints learn from each other again, and policies from them."""
+_FAR_OFF = 2.0
+"""How many times as fast or slow as declared is worth a warning."""
+_MEMORY_IS_FULL = 0.9
+"""Share of KV memory from which on requests may wait for memory."""
+_OTHERS_WEIGHT = 0.1
+"""Weight of the newest comparison with what an endpoint publishes."""
+_TIMES = (*IterationSpeed.model_fields,)
+
+
+class EndpointSpeed:
+    """The profile of one endpoint."""
+
+    def __init__(self, url: str, pool: ExternalPool, estimator: ReplicaEstimator) -> None:
+        self.meter = AnswerMeter(estimator)
+        self.contradiction: str | None = None
+        """What the answers say against the declared profile; None: nothing."""
+        self._url, self._pool, self._estimator = url, pool, estimator
+        self._limit, self._known = BatchLimit(), pool.prior.completed(None, None)
+        self._sizes: tuple[int | None, float | None] = (None, None)
+        self.profile = self._known
+
+    def publish(self, max_batch: int | None, kv_capacity_tokens: float | None) -> EngineProfile:
+        """Take the sizes that it publishes; return its profile."""
+        sizes = max_batch or self._limit.estimate, kv_capacity_tokens
+        if sizes != self._sizes:
+            self._sizes, self._known = sizes, self._pool.prior.completed(*sizes)
+            self.meter.max_batch = self._known.max_batch
+            self.meter.token_budget = self._known.token_budget
+            self.profile = self._known.model_copy(
+                update=self.profile.model_dump(include={*_TIMES, "source"})
+            )
+        return self.profile
+
+    def compare(self, waiting: int, running: int, kv_used: float | None, num_own: int) -> None:
+        """Compare what it publishes with the requests of this gateway that it has."""
+        if (kv_used or 0.0) < _MEMORY_IS_FULL:
+            self._limit.observe(running, waiting)
+        if num_own:
+            times = max((waiting + running) / num_own, 1.0)
+            self.meter.times_own += _OTHERS_WEIGHT * (times - self.meter.times_own)
+
+    def estimate(self) -> EngineProfile:
+        """Return its profile after an estimate of its speed."""
+        if self._pool.profile is not None and not self._estimator.num_observations:
+            return self.profile
+        times = dict(zip(_TIMES, self._estimator.shared_iteration.tolist(), strict=True))
+        self.profile = self.profile.model_copy(update={**times, "source": "estimated"})
+        if self._pool.profile is not None:
+            self._judge(self._estimator.slower_than(self._pool.profile.iteration))
+        return self.profile
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is estimated, as `GET /v1/pools` shows it."""
+        known = self._estimator.estimate
+        return {
+            **dict(zip(_TIMES, known.iteration.tolist(), strict=True)),
+            "log_deviations": dict(zip(_TIMES, known.deviations.tolist(), strict=True)),
+            "residual_fraction": known.residual,
+            "num_observations": known.num_observations, "num_changes": known.num_changes,
+            "contradiction": self.contradiction,
+        }  # fmt: skip
+
+    def _judge(self, ratio: float) -> None:
+        """Say so, once, where the declared speed is certainly far off."""
+        if 1 / _FAR_OFF < ratio < _FAR_OFF:
+            self.contradiction = None
+            return
+        how, times = ("slower", ratio) if ratio > 1 else ("faster", 1 / ratio)
+        text = f"is at least {times:.1f} times {how} than the profile of its pool declares"
+        if self.contradiction is None:
+            logger.warning("pool %s: endpoint %s %s", self._pool.name, self._url, text)
+        self.contradiction = text

@@ -1,0 +1,417 @@
+"""How fast replicas are, estimated from the answers that a router sees pass.
+
+An iteration of an engine takes `iteration_s + prefill_token_s x prompt tokens + sequence_s x
+sequences that decode + kv_token_s x cached tokens` (`tokenyard.perf.coefficients`). Over a stretch
+of an answer the router knows the time, the iterations (tokens of that answer), and the tokens of
+all answers of that replica meanwhile: one equation in the four coefficients.
+
+`ReplicaEstimator` solves them by recursive least squares of the logarithm of the time, in the
+logarithms of the coefficients: none can become negative, and an error counts by its share of the
+time. Residuals have a bounded influence, old equations are forgotten, and a cumulative sum of
+residuals (CUSUM) finds replicas whose speed has changed. `PoolEstimator` estimates what the
+replicas of a pool have in common, from which each of them deviates: the prior of those of which
+little has been seen.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenyard.types import FloatArray
+
+GENERIC_ITERATION = np.array([2e-2, 6e-5, 5e-5, 2e-7])
+"""Coefficients where nothing is declared, seconds: about those of a 13B model on an A100."""
+_LEAST = np.array([1e-5, 1e-8, 1e-8, 1e-11])
+"""Declared coefficients count as these at least: a prior of zero could never grow."""
+_LOG_LIMITS = math.log(1e-15), math.log(1e3)
+_MEMORY = 400
+"""Equations after which one counts for 1/e."""
+_FIRST_NOISE, _LEAST_NOISE, _MOST_NOISE = 0.3, 0.03, 1.0
+"""Deviation of the logarithm of a time from what the coefficients say."""
+_ABSURD = 1e6
+"""How many times as long or short as predicted a time must be to be none."""
+_BOUND = 2.0
+"""Standardised residual beyond which the influence of an equation does not grow."""
+_CUSUM_NOISE, _CUSUM_DRIFT, _CUSUM_LIMIT, _CUSUM_MOST = 0.1, 1.0, 10.0, 4.0
+_ALIKE, _UNLIKE = 0.05, 0.25
+"""Differences of logarithms of times up to which replicas always count as equally fast, and from
+which on they do not however little is known."""
+_GRID = 0.02
+"""Of logarithms of coefficients that policies are told."""
+_TIMES_FULL = 8
+"""Times that something must wait while as many run as ever, before that counts as the limit."""
+_FEWEST_ITERATIONS, _SHORTEST_S = 8, 0.25
+"""Of the stretch of a stream that makes an equation."""
+_WHOLE_EVERY_S = 0.1
+"""Least time between two answers that come as a whole and make an equation each."""
+_VAGUE = 0.25
+"""Weight of an equation that holds times beside those of iterations."""
+
+
+def _covariance(common: float, each: float) -> FloatArray:
+    """Covariance of logarithms that share a factor and deviate from it, by standard deviations."""
+    return common**2 * np.ones((4, 4)) + each**2 * np.eye(4)
+
+
+_GENERIC, _DECLARED = _covariance(1.5, 0.8), _covariance(0.7, 0.4)
+_REPLICAS = _covariance(0.8, 0.3)
+"""Of the deviations of replicas from their pool."""
+_CHANGED: FloatArray = np.asarray(np.linalg.inv(_covariance(1.0, 0.2)))
+"""Inverse covariance of logarithms once a change was found: it is mostly a common factor."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is known of a replica's speed."""
+
+    iteration: FloatArray
+    """Seconds per iteration, prefill token, decoding sequence and KV token, shape (4,)."""
+    deviations: FloatArray
+    """Standard deviations of their logarithms, shape (4,)."""
+    residual: float
+    """Spread of the times around what the coefficients say, as a share of them."""
+    num_observations: int
+    num_changes: int
+    """How often its speed has changed abruptly."""
+
+
+class ReplicaEstimator:
+    """The coefficients of one replica; `PoolEstimator.add` makes it."""
+
+    def __init__(self, mean: FloatArray, precision: FloatArray) -> None:
+        """Start from a prior of the logarithms: its mean (4,) and the inverse covariance (4, 4)."""
+        self.num_observations = self.num_changes = 0
+        self.noise = _FIRST_NOISE
+        self.information: FloatArray = np.zeros((4, 4))
+        self.vector: FloatArray = np.zeros(4)
+        """What its own equations say: inverse covariance, and that times the mean."""
+        self._up = self._down = 0.0
+        self.mean_batch: FloatArray = np.zeros(4)
+        """Of the iterations seen: 1, and the tokens and sequences of one iteration."""
+        self.believe(mean, precision)
+        self.shared_iteration = _on_grid(self.log)
+        """The coefficients, as `PoolEstimator.share` rounds them: equal for replicas that are not
+        told apart, seconds, shape (4,)."""
+
+    def believe(self, mean: FloatArray, precision: FloatArray) -> None:
+        """Replace the prior."""
+        self._prior, self._prior_vector = precision, precision @ mean
+        self._solve()
+
+    def observe(
+        self, time_s: float, iterations: float, prefill_tokens: float,
+        decoded_tokens: float, kv_tokens: float, weight: float = 1.0,
+    ) -> None:  # fmt: skip
+        """Take one equation: so many iterations took that long, with what they computed in all.
+
+        Args:
+            time_s: Of all iterations.
+            iterations: How many.
+            prefill_tokens: Tokens of prompts that were computed.
+            decoded_tokens: Tokens that sequences decoded, each with one iteration.
+            kv_tokens: Sum over those of the cached tokens that each read.
+            weight: How much the equation counts: 1 for an exact one.
+        """
+        batch = np.array([iterations, prefill_tokens, decoded_tokens, kv_tokens])
+        parts = self._iteration * batch
+        predicted_s = float(parts.sum())
+        if not (0 < predicted_s < math.inf and batch.min() >= 0):
+            return
+        ratio = time_s / predicted_s
+        if not 1 / _ABSURD < ratio < _ABSURD:
+            return
+        shares, residual = parts / predicted_s, math.log(ratio)
+        noise = self.noise**2 / weight
+        expected = float(shares @ self.covariance @ shares) + noise
+        size = abs(residual) / math.sqrt(expected)
+        if self._has_changed(residual / math.sqrt(expected + _CUSUM_NOISE**2)):
+            self.num_changes += 1
+            self.noise = max(self.noise, _FIRST_NOISE)
+            self.information, self.vector = _CHANGED.copy(), _CHANGED @ self.log
+            self._solve()
+            self.observe(time_s, iterations, prefill_tokens, decoded_tokens, kv_tokens, weight)
+            return
+        keep = 1.0 - 1.0 / _MEMORY
+        precision = 1.0 / (noise * max(size / _BOUND, 1.0))
+        self.information = keep * self.information + precision * np.outer(shares, shares)
+        self.vector = keep * self.vector + precision * (residual + shares @ self.log) * shares
+        # Of a surprise, the noise has the share that the equation's own error has.
+        squared = min(residual**2, (2 * _BOUND) ** 2 * expected) * self.noise**2 / expected
+        gain = max(1.0 / (self.num_observations + 10), 0.01)
+        self.noise = min(math.sqrt((1 - gain) * self.noise**2 + gain * squared), _MOST_NOISE)
+        self.noise = max(self.noise, _LEAST_NOISE)
+        self.num_observations += 1
+        self.mean_batch += max(1 / self.num_observations, 0.02) * (
+            batch / max(iterations, 1.0) - self.mean_batch
+        )
+        self._solve()
+
+    def predicted(self, batch: FloatArray) -> tuple[float, float]:
+        """Logarithm of the time that a batch takes, and its variance."""
+        parts = self._iteration * batch
+        shares = parts / parts.sum()
+        return math.log(parts.sum()), float(shares @ self.covariance @ shares)
+
+    @property
+    def estimate(self) -> Estimate:
+        """What is known now."""
+        return Estimate(
+            self._iteration, np.sqrt(np.diag(self.covariance)), self.noise,
+            self.num_observations, self.num_changes,
+        )  # fmt: skip
+
+    @property
+    def iteration(self) -> FloatArray:
+        """The four coefficients, seconds, shape (4,)."""
+        return self._iteration
+
+    def slower_than(self, declared: FloatArray) -> float:
+        """How many times as long iterations take as declared, as far as that is certain.
+
+        The mean batch so far is compared, and two standard deviations are left out; 1: they may
+        well be as declared; below 1: faster.
+        """
+        if not self.num_observations:
+            return 1.0
+        found, variance = self.predicted(self.mean_batch)
+        ratio = found - math.log(declared @ self.mean_batch)
+        margin = 2 * math.sqrt(variance + self.noise**2)
+        return math.exp(math.copysign(max(abs(ratio) - margin, 0.0), ratio))
+
+    def _has_changed(self, standardised: float) -> bool:
+        change = min(max(standardised, -_CUSUM_MOST), _CUSUM_MOST)
+        self._up = max(self._up + change - _CUSUM_DRIFT, 0.0)
+        self._down = max(self._down - change - _CUSUM_DRIFT, 0.0)
+        if max(self._up, self._down) < _CUSUM_LIMIT:
+            return False
+        self._up = self._down = 0.0
+        return True
+
+    def _solve(self) -> None:
+        inverse = np.asarray(np.linalg.inv(self._prior + self.information))
+        self.covariance = (inverse + inverse.T) / 2
+        self.log = np.clip(self.covariance @ (self._prior_vector + self.vector), *_LOG_LIMITS)
+        self._iteration = np.exp(self.log)
+
+
+class PoolEstimator:
+    """The replicas of a pool, and what they have in common."""
+
+    def __init__(self, declared: FloatArray | None = None) -> None:
+        """Start from declared coefficients, shape (4,), or from a weak generic prior."""
+        center = GENERIC_ITERATION if declared is None else np.maximum(declared, _LEAST)
+        self._precision: FloatArray = np.asarray(
+            np.linalg.inv(_GENERIC if declared is None else _DECLARED)
+        )
+        self._vector = self._precision @ np.log(center)
+        self._replicas: dict[str, ReplicaEstimator] = {}
+
+    def add(self, name: str) -> ReplicaEstimator:
+        """Add a replica, or return that of the name."""
+        if name not in self._replicas:
+            mean = np.linalg.solve(self._precision, self._vector)
+            self._replicas[name] = ReplicaEstimator(mean, self._precision)
+            self.share()
+        return self._replicas[name]
+
+    def drop(self, name: str) -> None:
+        """Forget a replica."""
+        self._replicas.pop(name, None)
+
+    def share(self) -> None:
+        """Give every replica the prior that all others make, and round what is believed of them.
+
+        To be called now and then: it takes a millisecond for 64 replicas.
+        """
+        replicas = [*self._replicas.values()]
+        if not replicas:
+            return
+        information = np.array([replica.information for replica in replicas])
+        # What each says of their mean, its own deviation unknown.
+        damped = np.linalg.inv(np.eye(4) + information @ _REPLICAS)
+        precisions = damped @ information
+        vectors = (damped @ np.array([replica.vector for replica in replicas])[:, :, None])[:, :, 0]
+        others = self._precision + precisions.sum(axis=0) - precisions
+        covariances = np.linalg.inv(others)
+        means = covariances @ (self._vector + vectors.sum(axis=0) - vectors)[:, :, None]
+        inverse = np.linalg.inv(covariances + _REPLICAS)
+        for replica, mean, precision in zip(replicas, means[:, :, 0], inverse, strict=True):
+            replica.believe(mean, precision)
+        self._round(replicas)
+
+    def _round(self, replicas: list[ReplicaEstimator]) -> None:
+        """Let replicas have the same coefficients that are not told apart.
+
+        Noise would otherwise send all requests of an idle pool to one of its equal replicas.
+        """
+        seen = [one.mean_batch for one in replicas if one.num_observations]
+        batch = np.mean(seen, axis=0) if seen else np.eye(4)[0]
+        found = [(*one.predicted(batch), one) for one in replicas]
+        group: list[tuple[float, float, ReplicaEstimator]] = []
+        for entry in [*sorted(found, key=lambda entry: entry[0]), None]:
+            if group and (entry is None or not _is_same(group[0], entry)):
+                common = _on_grid(np.mean([one.log for _, _, one in group], axis=0))
+                for _, _, one in group:
+                    one.shared_iteration = common
+                group = []
+            if entry is not None:
+                group.append(entry)
+
+
+def _on_grid(log: FloatArray) -> FloatArray:
+    """Round logarithms, so that policies are not told of every small change, and return seconds."""
+    return np.asarray(np.exp(np.round(log / _GRID) * _GRID))
+
+
+def _is_same(
+    one: tuple[float, float, ReplicaEstimator], other: tuple[float, float, ReplicaEstimator]
+) -> bool:
+    """Whether two replicas are not told apart, by a mean batch's time and by a prompt's."""
+    prefill = [(float(r.log[1]), float(r.covariance[1, 1])) for r in (one[2], other[2])]
+    for (first, variance), (second, more) in ((one[:2], other[:2]), tuple(prefill)):
+        if abs(first - second) > min(max(2 * math.sqrt(variance + more), _ALIKE), _UNLIKE):
+            return False
+    return True
+
+
+class BatchLimit:
+    """The most sequences that an engine runs at once, from what it says runs and waits."""
+
+    def __init__(self) -> None:
+        self._most = self._num_full = 0
+
+    def observe(self, running: int, waiting: int) -> None:
+        """Take what runs and what waits at one time, where memory was not the reason to wait."""
+        if running > self._most:
+            self._most, self._num_full = running, 0
+        if waiting > 0:
+            # While prompts take turns, something waits below the limit, too.
+            self._num_full += 1 if running == self._most else -1
+            self._num_full = min(max(self._num_full, 0), 2 * _TIMES_FULL)
+
+    @property
+    def estimate(self) -> int | None:
+        """The limit; None: the engine has not been full."""
+        return self._most if self._num_full >= _TIMES_FULL else None
+
+
+class AnswerMeter:
+    """Counts the tokens of all answers of a replica, and makes equations for its estimator.
+
+    One stream at a time is the clock: from one of its tokens to a later one there were as many
+    iterations as it got tokens. A token of another costs two additions. An answer that comes as a
+    whole makes an equation of its own, with the mean number in flight meanwhile.
+    """
+
+    def __init__(
+        self, estimator: ReplicaEstimator, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.estimator = estimator
+        self.times_own = 1.0
+        """Requests there, those of others included, over those that are counted here."""
+        self.max_batch, self.token_budget = math.inf, math.inf
+        self._clock_s, self._changed_s = clock_s, clock_s()
+        self._prefilled = self._decoded = self._kv = self._prefill_sent = 0.0
+        self._sent: dict[str, tuple[float, float, float]] = {}
+        """Of requests in flight: when they were sent, `_area` and `_prefill_sent` then."""
+        self._area = 0.0
+        """Integral over time of the requests in flight."""
+        self._probe, self._alone = "", ""
+        """The stream that is the clock, and the request that its replica was idle for."""
+        self._iterations = 0
+        self._since = 0.0, 0.0, 0.0, 0.0
+        self._held, self._whole_s = 0.0, -math.inf
+
+    def send(self, request_id: str, computed: float) -> None:
+        """Note that a request is sent, of whose prompt so many tokens are not cached."""
+        now_s = self._integrate()
+        self._alone = "" if self._sent else request_id
+        self._sent[request_id] = now_s, self._area, self._prefill_sent
+        self._prefill_sent += computed
+
+    def receive(
+        self, request_id: str, num_new: int, num_before: int, computed: float, context: float
+    ) -> None:
+        """Note tokens of a stream that have come, after so many before.
+
+        `computed` are the tokens of its prompt that were not cached, `context` all of them.
+        """
+        if not num_before:
+            num_new -= 1
+            self._prefilled += computed
+            if self._alone == request_id:
+                self._first_alone(request_id, computed)
+        self._decoded += num_new
+        self._kv += num_new * (context + num_before)
+        if self._probe == request_id:
+            self._iterations += num_new
+            if self._iterations >= _FEWEST_ITERATIONS:
+                self._look()
+        elif not self._probe:
+            self._probe = request_id
+            self._begin(self._clock_s())
+
+    def receive_whole(
+        self, request_id: str, num_tokens: int, computed: float, context: float
+    ) -> None:
+        """Note an answer that came as a whole."""
+        now_s, last = self._integrate(), num_tokens - 1
+        sent_s, area, prefill_sent = self._sent.get(request_id, (now_s, 0.0, 0.0))
+        self._prefilled += computed
+        held = context + last / 2
+        self._held += (1.0 if not self._held else 0.05) * (held - self._held)
+        if now_s - self._whole_s < _WHOLE_EVERY_S or last < 0 or now_s <= sent_s:
+            return
+        self._whole_s = now_s
+        running = self.times_own * (self._area - area) / (now_s - sent_s)
+        if running <= self.max_batch:  # Else it has waited, nobody knows how long.
+            self.estimator.observe(
+                now_s - sent_s, last + self._iterations_of(computed),
+                self.times_own * (self._prefill_sent - prefill_sent), last * running,
+                last * running * self._held, _VAGUE,
+            )  # fmt: skip
+
+    def end(self, request_id: str) -> None:
+        """Note that a request is in flight no longer."""
+        self._integrate()
+        self._sent.pop(request_id, None)
+        if self._alone == request_id:
+            self._alone = ""
+        if self._probe == request_id:
+            self._probe = ""
+
+    def _integrate(self) -> float:
+        now_s = self._clock_s()
+        self._area += len(self._sent) * (now_s - self._changed_s)
+        self._changed_s = now_s
+        return now_s
+
+    def _iterations_of(self, computed: float) -> float:
+        return max(math.ceil(computed / self.token_budget), 1)
+
+    def _first_alone(self, request_id: str, computed: float) -> None:
+        """Take the first token of a request that had its replica for itself."""
+        self._alone = ""
+        if request_id in self._sent and self.times_own < 1.1:
+            time_s = self._clock_s() - self._sent[request_id][0]
+            self.estimator.observe(time_s, self._iterations_of(computed), computed, 0, 0, _VAGUE)
+
+    def _begin(self, now_s: float) -> None:
+        self._iterations = 0
+        self._since = now_s, self._prefilled, self._decoded, self._kv
+
+    def _look(self) -> None:
+        now_s, (since_s, prefilled, decoded, kv) = self._clock_s(), self._since
+        if now_s - since_s < _SHORTEST_S:
+            return
+        times = self.times_own
+        self.estimator.observe(
+            now_s - since_s, self._iterations, times * (self._prefilled - prefilled),
+            times * (self._decoded - decoded), times * (self._kv - kv),
+        )  # fmt: skip
+        self._begin(now_s)
