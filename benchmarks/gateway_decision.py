@@ -24,17 +24,19 @@ import numpy as np
 import tyro
 from rich.table import Table
 
-from serve_app.cluster import Cluster, EngineProfile
+from serve_app.cluster import Cluster, EngineProfile, ExternalPool
 from serve_app.engines.base import EngineStatus
 from serve_app.gateway import interpreter
 from serve_app.gateway.answer import Answer
 from serve_app.gateway.attempts import ReplicaAttempt
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.decision_record import Pick
+from serve_app.gateway.endpoint_speed import EndpointSpeed
 from serve_app.gateway.exchange import Attempt, Call, Headers, InferenceRequest
 from serve_app.gateway.gateway import Gateway
-from serve_app.gateway.replicas import Prompt, ReplicaTable
+from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
 from serve_app.policy.manager import PolicyManager
+from tokenyard.perf.online import PoolEstimator, ReplicaEstimator
 from tokenyard.problem import Row
 from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.artifact import DEFAULT_RULE
@@ -44,6 +46,9 @@ from tokenyard.routing.scenario import Scenario, load_scenario
 PUBLISHED_PER_DECISION = 2
 """Replicas that publish four times a second and get two requests a second."""
 IN_FLIGHT_PER_REPLICA = 4
+LEARN_EVERY = 300
+"""Decisions after which every replica has another equation and policies are told: those of a second
+at 300 requests a second."""
 SHARED_TOKENS = 160
 """Leading tokens that many prompts have in common."""
 NUM_SHARED = 20
@@ -70,6 +75,8 @@ class Args:
     """Length of every prompt."""
     prefix_block_tokens: int = 16
     """Tokens of one block of the replicas' prefix caches; 0: they have none."""
+    estimated: bool = False
+    """Every policy decides a second time where speeds are estimated: see `LEARN_EVERY`."""
     explore_fraction: float = 0.01
     """Share of decisions that are drawn at random."""
     json: ResultFile | None = None
@@ -82,8 +89,11 @@ class Fleet:
     max_model_tokens = 1_000_000
     takes_any = True
 
-    def __init__(self, args: Args, scenario: Scenario, num_replicas: int) -> None:
+    def __init__(self, args: Args, scenario: Scenario, num_replicas: int, estimated: bool) -> None:
         self.name = "fleet"
+        self._pool = PoolEstimator() if estimated else None
+        self._speeds: list[tuple[ReplicaState, EndpointSpeed, ReplicaEstimator]] = []
+        self._num_refreshed = 0
         kinds = scenario.required_fleet.replicas
         self._profiles = [_profile(kinds[i % len(kinds)]) for i in range(num_replicas)]
         self._block_tokens, self._waiting = args.prefix_block_tokens, args.waiting
@@ -94,8 +104,22 @@ class Fleet:
         """Publish what a few replicas would have published since the last decision."""
         if not self._added:
             for number, profile in enumerate(self._profiles):
-                table.add(f"replica-{number}", self.name, profile, self._block_tokens, now_s)
+                name = f"replica-{number}"
+                state = table.add(name, self.name, profile, self._block_tokens, now_s)
+                if self._pool is not None:
+                    estimator = self._pool.add(name)
+                    speed = EndpointSpeed(name, _pool(profile), estimator)
+                    state.speed, state.in_flight.meter = speed, speed.meter
+                    self._speeds.append((state, speed, estimator))
             self._added = True
+        self._num_refreshed += 1
+        if self._pool is not None and self._num_refreshed % LEARN_EVERY == 0:
+            for state, _, estimator in self._speeds:
+                takes_s = 20 * state.profile.iteration_s * self._rng.uniform(0.8, 1.25)
+                estimator.observe(takes_s, 20, 1000, 200, 100_000)
+            self._pool.share()
+            for state, speed, _ in self._speeds:
+                state.learn(speed.estimate())
         for _ in range(PUBLISHED_PER_DECISION):
             number = self._next % len(self._profiles)
             state = table.replicas[f"replica-{number}"]
@@ -131,14 +155,16 @@ def _profile(replica: AnyReplica) -> EngineProfile:
 class Load:
     """A gateway before a fleet with requests in flight; every step places one and ends one."""
 
-    def __init__(self, args: Args, policy: str, num_replicas: int, folder: Path) -> None:
+    def __init__(
+        self, args: Args, policy: str, num_replicas: int, folder: Path, estimated: bool
+    ) -> None:
         scenario = load_scenario(args.scenario)
         cluster = _cluster(args.scenario)
         rng = np.random.default_rng(0)
         manager = PolicyManager(args.scenario, cluster.baseline, cluster.circuit_breaker, rng)
         manager.switch(policy, args.explore_fraction)
         self.log = DecisionLog(folder)
-        fleet = Fleet(args, scenario, num_replicas)
+        fleet = Fleet(args, scenario, num_replicas, estimated)
         self.gateway = Gateway(cluster, manager, {fleet.name: fleet}, log=self.log)
         self._prompts = _prompts(args)
         self._open: deque[tuple[Answer, Pick]] = deque()
@@ -202,12 +228,17 @@ class _Nobody:
         """Send nothing."""
 
 
+def _pool(profile: EngineProfile) -> ExternalPool:
+    return ExternalPool.model_validate(
+        {
+            "name": "fleet", "kind": "external", "model": "m", "profile": profile.model_dump(),
+            "endpoints": [{"url": "http://localhost"}],
+        }
+    )  # fmt: skip
+
+
 def _cluster(scenario: str) -> Cluster:
-    profile = _profile(load_scenario(scenario).required_fleet.replicas[0])
-    pool = {
-        "name": "fleet", "kind": "external", "model": "m", "profile": profile.model_dump(),
-        "endpoints": [{"url": "http://localhost"}],
-    }  # fmt: skip
+    pool = _pool(_profile(load_scenario(scenario).required_fleet.replicas[0]))
     return Cluster.model_validate(
         {
             "name": "b", "description": "b", "served_model": "m", "scenario": scenario,
@@ -231,8 +262,11 @@ def measure(args: Args, num_replicas: int) -> list[Row]:
     """Time decisions of all policies on a fleet of this size, in turns."""
     with tempfile.TemporaryDirectory() as folder:
         loads = {
-            policy: Load(args, policy, num_replicas, Path(folder) / policy)
+            policy + ", estimated" * estimated: Load(
+                args, policy, num_replicas, Path(folder) / f"{policy}-{estimated}", estimated
+            )
             for policy in args.policies
+            for estimated in (False, True)[: 1 + args.estimated]
         }
         times: dict[str, list[tuple[float, float, float]]] = {policy: [] for policy in loads}
         interpreter.share()
@@ -257,6 +291,7 @@ def _row(policy: str, num_replicas: int, times: list[tuple[float, float, float]]
     return {
         "policy": policy,
         "num_replicas": num_replicas,
+        "pick_cpu_mean_us": float(pick.mean()),
         "pick_cpu_p50_us": float(np.median(pick)),
         "pick_cpu_p99_us": float(np.percentile(pick, 99)),
         "pick_p99_us": float(np.percentile(clock, 99)),

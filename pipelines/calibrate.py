@@ -75,7 +75,7 @@ class Args:
     iterations: Path | None = None
     """CSV of measured iterations to fit instead of the published profiles."""
     url: str | None = None
-    """Gateway whose replicas become a scenario, instead of any fit; it measures nothing."""
+    """Gateway whose replicas become a scenario, instead of any fit, at the speeds it knows."""
     model: str | None = None
     """Which of the gateway's models, where it serves several: a scenario has one."""
     token: str | None = None

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
@@ -191,11 +192,13 @@ class ExternalBackend:
     def hear(self, endpoint: _Endpoint) -> None:
         """Note that an endpoint has published something."""
         self._news[endpoint.origin.url] = endpoint
+        if (now_s := time.monotonic()) >= self._share_at_s:
+            # Here, and not while a request waits.
+            self._share_at_s = now_s + SHARE_EVERY_S
+            self.learn()
 
     def refresh(self, table: ReplicaTable, now_s: float) -> None:
         """Pass on what endpoints published since the last time, and forget drained ones."""
-        if now_s >= self._share_at_s:
-            self._share(now_s)
         if not self._news:
             return
         news, self._news = self._news, {}
@@ -221,12 +224,15 @@ class ExternalBackend:
         longest = max(self._lengths.values(), default=0)
         self.max_model_tokens = self.settings.max_model_tokens or longest or math.inf
 
-    def _share(self, now_s: float) -> None:
+    def learn(self) -> None:
         """Let endpoints learn from each other, and policies from them."""
-        self._share_at_s = now_s + SHARE_EVERY_S
+        states = [one.state for one in self._endpoints.values() if one.state is not None]
+        for state in states:
+            if state.speed is not None:
+                state.speed.meter.settle()
         self._estimator.share()
-        for endpoint in self._endpoints.values():
-            if (state := endpoint.state) is not None and state.speed is not None:
+        for state in states:
+            if state.speed is not None:
                 state.learn(state.speed.estimate())
 
     def describe(self) -> dict[str, Any]:

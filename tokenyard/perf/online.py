@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,9 +47,13 @@ _GRID = 0.02
 _TIMES_FULL = 8
 """Times that something must wait while as many run as ever, before that counts as the limit."""
 _FEWEST_ITERATIONS, _SHORTEST_S = 8, 0.25
-"""Of the stretch of a stream that makes an equation."""
+"""Of the stretch of a stream that makes an equation; it is four times as long later on."""
+_MANY = 50
+"""Equations after which they come more slowly."""
 _WHOLE_EVERY_S = 0.1
 """Least time between two answers that come as a whole and make an equation each."""
+_MOST_NOTED = 64
+"""Equations that are kept until they are solved; the oldest are dropped."""
 _VAGUE = 0.25
 """Weight of an equation that holds times beside those of iterations."""
 
@@ -85,6 +90,7 @@ class ReplicaEstimator:
 
     def __init__(self, mean: FloatArray, precision: FloatArray) -> None:
         """Start from a prior of the logarithms: its mean (4,) and the inverse covariance (4, 4)."""
+        self.prior, self.prior_vector = precision, precision @ mean
         self.num_observations = self.num_changes = 0
         self.noise = _FIRST_NOISE
         self.information: FloatArray = np.zeros((4, 4))
@@ -93,15 +99,15 @@ class ReplicaEstimator:
         self._up = self._down = 0.0
         self.mean_batch: FloatArray = np.zeros(4)
         """Of the iterations seen: 1, and the tokens and sequences of one iteration."""
-        self.believe(mean, precision)
+        self._solve()
         self.shared_iteration = _on_grid(self.log)
         """The coefficients, as `PoolEstimator.share` rounds them: equal for replicas that are not
         told apart, seconds, shape (4,)."""
 
-    def believe(self, mean: FloatArray, precision: FloatArray) -> None:
-        """Replace the prior."""
-        self._prior, self._prior_vector = precision, precision @ mean
-        self._solve()
+    def believe(self, log: FloatArray, covariance: FloatArray) -> None:
+        """Take what all that is known says of the logarithms."""
+        self.log, self.covariance, self._is_solved = log, covariance, True
+        self._iteration: FloatArray = np.exp(log)
 
     def observe(
         self, time_s: float, iterations: float, prefill_tokens: float,
@@ -117,6 +123,8 @@ class ReplicaEstimator:
             kv_tokens: Sum over those of the cached tokens that each read.
             weight: How much the equation counts: 1 for an exact one.
         """
+        if not self._is_solved:
+            self._solve()
         batch = np.array([iterations, prefill_tokens, decoded_tokens, kv_tokens])
         parts = self._iteration * batch
         predicted_s = float(parts.sum())
@@ -149,25 +157,21 @@ class ReplicaEstimator:
         self.mean_batch += max(1 / self.num_observations, 0.02) * (
             batch / max(iterations, 1.0) - self.mean_batch
         )
-        self._solve()
-
-    def predicted(self, batch: FloatArray) -> tuple[float, float]:
-        """Logarithm of the time that a batch takes, and its variance."""
-        parts = self._iteration * batch
-        shares = parts / parts.sum()
-        return math.log(parts.sum()), float(shares @ self.covariance @ shares)
+        self._is_solved = False  # Solved when it is asked for, or for all replicas at once.
 
     @property
     def estimate(self) -> Estimate:
         """What is known now."""
         return Estimate(
-            self._iteration, np.sqrt(np.diag(self.covariance)), self.noise,
+            self.iteration, np.sqrt(np.diag(self.covariance)), self.noise,
             self.num_observations, self.num_changes,
         )  # fmt: skip
 
     @property
     def iteration(self) -> FloatArray:
         """The four coefficients, seconds, shape (4,)."""
+        if not self._is_solved:
+            self._solve()
         return self._iteration
 
     def slower_than(self, declared: FloatArray) -> float:
@@ -178,9 +182,9 @@ class ReplicaEstimator:
         """
         if not self.num_observations:
             return 1.0
-        found, variance = self.predicted(self.mean_batch)
-        ratio = found - math.log(declared @ self.mean_batch)
-        margin = 2 * math.sqrt(variance + self.noise**2)
+        parts = self.iteration * self.mean_batch
+        ratio, shares = math.log(parts.sum() / (declared @ self.mean_batch)), parts / parts.sum()
+        margin = 2 * math.sqrt(float(shares @ self.covariance @ shares) + self.noise**2)
         return math.exp(math.copysign(max(abs(ratio) - margin, 0.0), ratio))
 
     def _has_changed(self, standardised: float) -> bool:
@@ -193,10 +197,9 @@ class ReplicaEstimator:
         return True
 
     def _solve(self) -> None:
-        inverse = np.asarray(np.linalg.inv(self._prior + self.information))
-        self.covariance = (inverse + inverse.T) / 2
-        self.log = np.clip(self.covariance @ (self._prior_vector + self.vector), *_LOG_LIMITS)
-        self._iteration = np.exp(self.log)
+        covariance = np.asarray(np.linalg.inv(self.prior + self.information))
+        log = np.clip(covariance @ (self.prior_vector + self.vector), *_LOG_LIMITS)
+        self.believe(log, covariance)
 
 
 class PoolEstimator:
@@ -232,51 +235,56 @@ class PoolEstimator:
         if not replicas:
             return
         information = np.array([replica.information for replica in replicas])
+        vectors = np.array([replica.vector for replica in replicas])[:, :, None]
         # What each says of their mean, its own deviation unknown.
         damped = np.linalg.inv(np.eye(4) + information @ _REPLICAS)
-        precisions = damped @ information
-        vectors = (damped @ np.array([replica.vector for replica in replicas])[:, :, None])[:, :, 0]
-        others = self._precision + precisions.sum(axis=0) - precisions
-        covariances = np.linalg.inv(others)
-        means = covariances @ (self._vector + vectors.sum(axis=0) - vectors)[:, :, None]
-        inverse = np.linalg.inv(covariances + _REPLICAS)
-        for replica, mean, precision in zip(replicas, means[:, :, 0], inverse, strict=True):
-            replica.believe(mean, precision)
-        self._round(replicas)
+        precisions, said = damped @ information, damped @ vectors
+        covariances = np.linalg.inv(self._precision + precisions.sum(axis=0) - precisions)
+        means = covariances @ (self._vector[:, None] + said.sum(axis=0) - said)
+        priors = np.linalg.inv(covariances + _REPLICAS)
+        covariances = np.linalg.inv(priors + information)
+        logs = np.clip(covariances @ (priors @ means + vectors), *_LOG_LIMITS)[:, :, 0]
+        for at, replica in enumerate(replicas):
+            replica.prior, replica.prior_vector = priors[at], (priors[at] @ means[at])[:, 0]
+            replica.believe(logs[at], covariances[at])
+        self._round(replicas, logs, covariances)
 
-    def _round(self, replicas: list[ReplicaEstimator]) -> None:
+    def _round(
+        self, replicas: list[ReplicaEstimator], logs: FloatArray, covariances: FloatArray
+    ) -> None:
         """Let replicas have the same coefficients that are not told apart.
 
         Noise would otherwise send all requests of an idle pool to one of its equal replicas.
+        They are compared by the times of a mean batch and of a prompt's token.
         """
         seen = [one.mean_batch for one in replicas if one.num_observations]
-        batch = np.mean(seen, axis=0) if seen else np.eye(4)[0]
-        found = [(*one.predicted(batch), one) for one in replicas]
-        group: list[tuple[float, float, ReplicaEstimator]] = []
-        for entry in [*sorted(found, key=lambda entry: entry[0]), None]:
-            if group and (entry is None or not _is_same(group[0], entry)):
-                common = _on_grid(np.mean([one.log for _, _, one in group], axis=0))
-                for _, _, one in group:
-                    one.shared_iteration = common
-                group = []
-            if entry is not None:
-                group.append(entry)
+        parts = np.exp(logs) * (np.mean(seen, axis=0) if seen else np.eye(4)[0])
+        total = parts.sum(axis=1, keepdims=True)
+        shares = parts / total
+        variances = np.einsum("ri,rij,rj->r", shares, covariances, shares), covariances[:, 1, 1]
+        times = np.stack([np.log(total[:, 0]), logs[:, 1]], axis=1).tolist()
+        spreads = np.stack(variances, axis=1).tolist()
+        left = sorted(range(len(replicas)), key=times.__getitem__)
+        while left:
+            first = left[0]
+            group = [
+                one for one in left
+                if all(map(_is_same, times[first], times[one], spreads[first], spreads[one]))
+            ]  # fmt: skip
+            common = _on_grid(logs[group].mean(axis=0))
+            for one in group:
+                replicas[one].shared_iteration = common
+            left = [one for one in left if one not in group]
+
+
+def _is_same(one: float, other: float, variance: float, more: float) -> bool:
+    """Whether two logarithms may be the same, or are nearly so."""
+    return abs(one - other) <= min(max(2 * math.sqrt(variance + more), _ALIKE), _UNLIKE)
 
 
 def _on_grid(log: FloatArray) -> FloatArray:
     """Round logarithms, so that policies are not told of every small change, and return seconds."""
     return np.asarray(np.exp(np.round(log / _GRID) * _GRID))
-
-
-def _is_same(
-    one: tuple[float, float, ReplicaEstimator], other: tuple[float, float, ReplicaEstimator]
-) -> bool:
-    """Whether two replicas are not told apart, by a mean batch's time and by a prompt's."""
-    prefill = [(float(r.log[1]), float(r.covariance[1, 1])) for r in (one[2], other[2])]
-    for (first, variance), (second, more) in ((one[:2], other[:2]), tuple(prefill)):
-        if abs(first - second) > min(max(2 * math.sqrt(variance + more), _ALIKE), _UNLIKE):
-            return False
-    return True
 
 
 class BatchLimit:
@@ -305,7 +313,8 @@ class AnswerMeter:
 
     One stream at a time is the clock: from one of its tokens to a later one there were as many
     iterations as it got tokens. A token of another costs two additions. An answer that comes as a
-    whole makes an equation of its own, with the mean number in flight meanwhile.
+    whole makes an equation of its own, with the mean number in flight meanwhile. Equations are
+    only noted here, where requests pass; `settle` solves them.
     """
 
     def __init__(
@@ -326,10 +335,13 @@ class AnswerMeter:
         self._iterations = 0
         self._since = 0.0, 0.0, 0.0, 0.0
         self._held, self._whole_s = 0.0, -math.inf
+        self._equations: deque[tuple[float, ...]] = deque(maxlen=_MOST_NOTED)
 
     def send(self, request_id: str, computed: float) -> None:
         """Note that a request is sent, of whose prompt so many tokens are not cached."""
-        now_s = self._integrate()
+        now_s = self._clock_s()
+        self._area += len(self._sent) * (now_s - self._changed_s)
+        self._changed_s = now_s
         self._alone = "" if self._sent else request_id
         self._sent[request_id] = now_s, self._area, self._prefill_sent
         self._prefill_sent += computed
@@ -344,23 +356,37 @@ class AnswerMeter:
         if not num_before:
             num_new -= 1
             self._prefilled += computed
-            if self._alone == request_id:
-                self._first_alone(request_id, computed)
+            if self._alone == request_id and request_id in self._sent and self.times_own < 1.1:
+                time_s = self._clock_s() - self._sent[request_id][0]
+                iterations = max(math.ceil(computed / self.token_budget), 1)
+                self._equations.append((time_s, iterations, computed, 0, 0, _VAGUE))
+                self._alone = ""
         self._decoded += num_new
         self._kv += num_new * (context + num_before)
         if self._probe == request_id:
             self._iterations += num_new
-            if self._iterations >= _FEWEST_ITERATIONS:
-                self._look()
-        elif not self._probe:
-            self._probe = request_id
-            self._begin(self._clock_s())
+            if self._iterations < _FEWEST_ITERATIONS:
+                return
+        elif self._probe:
+            return
+        now_s = self._clock_s()
+        if self._probe:
+            since_s, prefilled, decoded, kv = self._since
+            shortest_s = _SHORTEST_S * (4 if self.estimator.num_observations > _MANY else 1)
+            if now_s - since_s < shortest_s:
+                return
+            tokens = self._prefilled - prefilled, self._decoded - decoded, self._kv - kv
+            scaled = [self.times_own * number for number in tokens]
+            self._equations.append((now_s - since_s, self._iterations, *scaled))
+        self._probe, self._iterations = request_id, 0
+        self._since = now_s, self._prefilled, self._decoded, self._kv
 
     def receive_whole(
         self, request_id: str, num_tokens: int, computed: float, context: float
     ) -> None:
         """Note an answer that came as a whole."""
-        now_s, last = self._integrate(), num_tokens - 1
+        now_s, last = self._clock_s(), num_tokens - 1
+        area_now = self._area + len(self._sent) * (now_s - self._changed_s)
         sent_s, area, prefill_sent = self._sent.get(request_id, (now_s, 0.0, 0.0))
         self._prefilled += computed
         held = context + last / 2
@@ -368,50 +394,28 @@ class AnswerMeter:
         if now_s - self._whole_s < _WHOLE_EVERY_S or last < 0 or now_s <= sent_s:
             return
         self._whole_s = now_s
-        running = self.times_own * (self._area - area) / (now_s - sent_s)
-        if running <= self.max_batch:  # Else it has waited, nobody knows how long.
-            self.estimator.observe(
-                now_s - sent_s, last + self._iterations_of(computed),
-                self.times_own * (self._prefill_sent - prefill_sent), last * running,
-                last * running * self._held, _VAGUE,
-            )  # fmt: skip
+        running = self.times_own * (area_now - area) / (now_s - sent_s)
+        if running > self.max_batch:  # It has waited, nobody knows how long.
+            return
+        iterations = last + max(math.ceil(computed / self.token_budget), 1)
+        prefill = self.times_own * (self._prefill_sent - prefill_sent)
+        decoded = last * running
+        self._equations.append(
+            (now_s - sent_s, iterations, prefill, decoded, decoded * self._held, _VAGUE)
+        )
 
     def end(self, request_id: str) -> None:
         """Note that a request is in flight no longer."""
-        self._integrate()
+        now_s = self._clock_s()
+        self._area += len(self._sent) * (now_s - self._changed_s)
+        self._changed_s = now_s
         self._sent.pop(request_id, None)
         if self._alone == request_id:
             self._alone = ""
         if self._probe == request_id:
             self._probe = ""
 
-    def _integrate(self) -> float:
-        now_s = self._clock_s()
-        self._area += len(self._sent) * (now_s - self._changed_s)
-        self._changed_s = now_s
-        return now_s
-
-    def _iterations_of(self, computed: float) -> float:
-        return max(math.ceil(computed / self.token_budget), 1)
-
-    def _first_alone(self, request_id: str, computed: float) -> None:
-        """Take the first token of a request that had its replica for itself."""
-        self._alone = ""
-        if request_id in self._sent and self.times_own < 1.1:
-            time_s = self._clock_s() - self._sent[request_id][0]
-            self.estimator.observe(time_s, self._iterations_of(computed), computed, 0, 0, _VAGUE)
-
-    def _begin(self, now_s: float) -> None:
-        self._iterations = 0
-        self._since = now_s, self._prefilled, self._decoded, self._kv
-
-    def _look(self) -> None:
-        now_s, (since_s, prefilled, decoded, kv) = self._clock_s(), self._since
-        if now_s - since_s < _SHORTEST_S:
-            return
-        times = self.times_own
-        self.estimator.observe(
-            now_s - since_s, self._iterations, times * (self._prefilled - prefilled),
-            times * (self._decoded - decoded), times * (self._kv - kv),
-        )  # fmt: skip
-        self._begin(now_s)
+    def settle(self) -> None:
+        """Give the estimator the equations that were noted."""
+        while self._equations:
+            self.estimator.observe(*self._equations.popleft())
