@@ -27,7 +27,7 @@ HERE = [
     (
         [
             *("gateway_decision.py", "--scenario", FLEET, "--policies", "champion"),
-            *("--num-replicas", "4", "--waiting", "2", "--decisions", "20"),
+            *("--num-replicas", "4", "--waiting", "2", "--decisions", "20", "--estimated"),
         ],
         {"policy", "num_replicas", "pick_cpu_p50_us", "pick_p99_us", "close_cpu_p50_us"},
     ),
@@ -38,6 +38,10 @@ HERE = [
     (
         ["never_worse.py", "--draws", "1", "--policies", "marginal_delay", "--workers", "1"],
         {"draw", "policy"},
+    ),
+    (
+        ["online_model.py", "--draws", "1", "--sizes", "4", "--minutes", "2"],
+        {"draw", "replicas", "told_mean_s", "learned_mean_s", "least_loaded_mean_s"},
     ),
 ]
 """Arguments, and keys of every row."""
