@@ -36,10 +36,12 @@ _FIRST_NOISE, _LEAST_NOISE, _MOST_NOISE = 0.3, 0.03, 1.0
 """Deviation of the logarithm of a time from what the coefficients say."""
 _ABSURD = 1e6
 """How many times as long or short as predicted a time must be to be none."""
+_MOST_TOKENS = 1e15
+"""Of an equation."""
 _BOUND = 2.0
 """Standardised residual beyond which the influence of an equation does not grow."""
 _CUSUM_NOISE, _CUSUM_DRIFT, _CUSUM_LIMIT, _CUSUM_MOST = 0.1, 1.0, 10.0, 4.0
-_ALIKE, _UNLIKE = 0.05, 0.25
+_ALIKE, _UNLIKE = 0.05, 0.7
 """Differences of logarithms of times up to which replicas always count as equally fast, and from
 which on they do not however little is known."""
 _GRID = 0.02
@@ -126,10 +128,10 @@ class ReplicaEstimator:
         if not self._is_solved:
             self._solve()
         batch = np.array([iterations, prefill_tokens, decoded_tokens, kv_tokens])
+        if not (0 <= batch.min() and 0 < batch.max() < _MOST_TOKENS):
+            return
         parts = self._iteration * batch
         predicted_s = float(parts.sum())
-        if not (0 < predicted_s < math.inf and batch.min() >= 0):
-            return
         ratio = time_s / predicted_s
         if not 1 / _ABSURD < ratio < _ABSURD:
             return
