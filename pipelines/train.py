@@ -30,6 +30,7 @@ from tokenyard.allocation.own_demand import fit_planner
 from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.telemetry import read_telemetry
 from tokenyard.artifact import model_name
+from tokenyard.evaluation import difference
 from tokenyard.problem import Row, TrainedPolicy, find_problem
 from tokenyard.provenance import ResultFile, command_line, lineage, write_result
 from tokenyard.registry import connect, mlflow_lookup, offer
@@ -37,9 +38,17 @@ from tokenyard.routing import search_study
 from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.choice import CHANGE, LOSSES, refused
 from tokenyard.routing.gate import MOST_LOAD
-from tokenyard.routing.own_traffic import Choice, Found, OwnTraffic, Traffic, logged_traffic
+from tokenyard.routing.own_traffic import (
+    ORDER_NOTE,
+    Choice,
+    Found,
+    OwnTraffic,
+    Traffic,
+    logged_traffic,
+)
 from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator.server_models import COMPARED
 from tokenyard.workload.trace_options import TraceOptions
 
 
@@ -71,8 +80,8 @@ class Args:
     """What decides today, to be compared too: a rule, or a policy file (.npz). None: what the log
     names."""
     minutes: float = 10.0
-    """For searches on a trace or log; the whole command takes a few minutes more. 0: only rules are
-    played."""
+    """For searches on a trace or log; the whole command takes a few minutes more. `compare` only
+    plays rules."""
     load: float | None = None
     """Offered load that a trace or log is scaled to, at most 1.1; None: its own rate."""
     out: ResultFile | None = None
@@ -120,8 +129,8 @@ def check(args: Args) -> None:
             )
     if others:
         raise ValueError(f"{what} does not go with {', '.join(others)}")
-    if args.minutes < 0:
-        raise ValueError(f"--minutes {args.minutes:g} must be at least 0")
+    if not args.minutes > 0:
+        raise ValueError(f"--minutes {args.minutes:g} must be above 0: `compare` only plays rules")
     if args.load is not None and not 0 < args.load <= MOST_LOAD:
         raise ValueError(f"--load {args.load:g} must be above 0, and at most {MOST_LOAD:g}")
     if args.out is not None and args.out.suffix != ".npz":
@@ -164,11 +173,9 @@ def train_on_traffic(args: Args, console: Console) -> list[Row]:
     if choice == traffic.now and choice.name != DEFAULT_RULE:
         console.print(f"best: what decides today, {choice.name}", soft_wrap=True)
     elif choice.artifact is None:
-        console.print(
-            f"best: a rule, which needs no file; serve it with --policy {choice.name}; "
-            f"{beside_default(found)}",
-            soft_wrap=True,
-        )
+        note = f"; {ORDER_NOTE}" if RuleName.parse(choice.name).order is not None else ""
+        told = f"best: a rule, which needs no file; serve it with --policy {choice.name}{note}"
+        console.print(told, soft_wrap=True)
     else:
         console.print("best: what a search made")
         keep(args, "routing", name, choice.artifact, console)
@@ -277,27 +284,6 @@ def beside_the_rule(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def beside_default(found: Found) -> str:
-    """Say what a rule is worth beside the default one, and what its order needs."""
-    name, default = found.choice.name, found.rows[0]
-    gain, low, high = (
-        100 * float(default[f"delta_mean_{key}"]) for key in ("fraction", "ci_low", "ci_high")
-    )
-    if name == DEFAULT_RULE:
-        told = "it is the default"
-    else:
-        worth = "slower" if low > 0 else "level with it"
-        told = (
-            f"the default, {DEFAULT_RULE}, is {worth}: mean {gain:+.1f} % [{low:+.1f}, {high:+.1f}]"
-        )
-    if RuleName.parse(name).order is not None:
-        told += (
-            "; what follows + says which waiting request is next: it does nothing at "
-            "endpoints without `order: priority`, unless the gateway holds requests back"
-        )
-    return told
-
-
 def show(found: Found, console: Console) -> None:
     """Print what was found on the way, and all that was judged beside the best rule."""
     for remark in found.remarks:
@@ -307,12 +293,7 @@ def show(found: Found, console: Console) -> None:
         title="Last part of the trace: differences to the best rule with 95 % intervals",
     )  # fmt: skip
     for row in found.rows:
-        deltas = [
-            f"{100 * float(row[f'delta_{k}_fraction']):+.1f} % "
-            f"\\[{100 * float(row[f'delta_{k}_ci_low']):+.1f}, "
-            f"{100 * float(row[f'delta_{k}_ci_high']):+.1f}]"
-            for k in ("mean", "p99")
-        ]
+        deltas = [difference(row, measure) for measure in COMPARED[:2]]
         table.add_row(
             str(row["part"]), str(row["policy"]), f"{float(row['mean_response_s']):.3g}",
             f"{float(row['p99_response_s']):.3g}",

@@ -11,6 +11,7 @@ from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.streams import StreamSet
 from tokenyard.statistics.intervals import BlockBootstrap, Samples
+from tokenyard.statistics.jackknife import JackknifeSamples, p99
 from tokenyard.types import FloatArray
 
 _BOOTSTRAP_SEED = 95
@@ -19,11 +20,13 @@ _BOOTSTRAP_SEED = 95
 def samples(
     scenario: Scenario, streams: StreamSet, runs: Mapping[str, Sequence[Run]], baseline: str
 ) -> dict[str, Samples]:
-    """Measures by stream; of one recorded stream, by resamples of its requests.
+    """Measures by stream; of one recorded stream, by blocks or resamples of its requests.
 
     Resamples are drawn in blocks that policies share. Blocks are as long as the baseline's response
     times are dependent; a stream of few blocks is not resampled, and its rows have no intervals.
     """
+    if streams.jackknife:
+        return {name: _jackknifed(scenario, run) for name, (run,) in runs.items()}
     if not streams.bootstrap:
         return {name: Samples(per_stream(scenario, some)) for name, some in runs.items()}
     assert all(len(some) == 1 for some in runs.values()), "a bootstrap is over one stream"
@@ -36,6 +39,20 @@ def samples(
         )
         for name, (run,) in runs.items()
     }
+
+
+def _jackknifed(scenario: Scenario, run: Run) -> JackknifeSamples:
+    outcomes, mean = run.outcomes, metrics.mean
+    violations = outcomes.violations(scenario.slo_response_s).astype(np.float64)
+    series = {
+        "mean_response_s": (outcomes.offered_response_s, mean),
+        "p99_response_s": (outcomes.offered_response_s, p99),
+        "mean_queue_length": (outcomes.waiting_seen, mean),
+        "slo_violation_fraction": (violations, mean),
+    }
+    if run.rewards is not None:
+        series["reward"] = (len(run.rewards) * run.rewards, mean)
+    return JackknifeSamples.of(series)
 
 
 def summarise(scenario: Scenario, run: Run) -> dict[str, float]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from tokenyard.figures import (
     COLOURS,
@@ -68,6 +68,41 @@ def response_boxes(runs: Mapping[str, Sequence[Run]], slo_s: float, credit: str 
         textcoords="offset points", color=VIOLATION, fontsize=8, annotation_clip=False,
     )  # fmt: skip
     axes.invert_yaxis()
+    return figure
+
+
+def draw_loads(rows: Sequence[Row], labels: Mapping[str, str], load: float, goal: float) -> Figure:
+    """Draw mean responses and attained SLOs over the load, one line per policy.
+
+    `rows` are those of `load_sweep`; a dashed line is the load that was asked about.
+    """
+    figure = new_figure(3.6, "")
+    mean, share = figure.subplots(1, 2)
+    asked = load * float(rows[0]["rate_per_s"]) / float(rows[0]["offered_load"])
+    for axes, key, factor, label in (
+        (mean, "mean_response_s", 1.0, "mean response, s (log scale)"),
+        (share, "slo_attainment_fraction", 100.0, "requests in their SLOs, %"),
+    ):
+        new_axes(axes, "requests a second", label)
+        for (name, told), colour in zip(labels.items(), COLOURS, strict=False):
+            some = sorted((float(row["rate_per_s"]), factor * float(row[key])) for row in rows
+                          if row["policy"] == name)  # fmt: skip
+            axes.plot(
+                *np.transpose(some), color=colour, linewidth=1.6, marker="o", markersize=2.5,
+                label=told,
+            )  # fmt: skip
+        axes.axvline(asked, color="black", linestyle="--", linewidth=0.8)
+    mean.set_yscale("log")
+    mean.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    mean.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    mean.yaxis.set_minor_formatter(NullFormatter())
+    share.axhline(100 * goal, color=VIOLATION, linewidth=0.8)
+    share.annotate(
+        f"goal: {goal:.0%}", (0.02, 100 * goal), (0, -9), xycoords=("axes fraction", "data"),
+        textcoords="offset points", color=VIOLATION, fontsize=8,
+    )  # fmt: skip
+    handles, names = mean.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper left", ncols=1, frameon=False, fontsize=8)
     return figure
 
 

@@ -100,11 +100,26 @@ def fit_speeds(scenario: Scenario, windows: Sequence[Window]) -> Twin:
             _LEAST_FACTOR, _MOST_FACTOR,
         )  # fmt: skip
     twin = scaled(scenario, factors)
-    simulated_s = np.concatenate([one.outcomes.response_s for one in _repeat(twin, windows)])
-    logged_s = np.concatenate([window.response_s for window in windows])
-    both = np.isfinite(simulated_s) & np.isfinite(logged_s)
-    error = abs(float(simulated_s[both].mean() / logged_s[both].mean()) - 1.0)
-    return Twin(twin, factors, error)
+    return Twin(twin, factors, repeat_error(twin, windows))
+
+
+def repeat_error(scenario: Scenario, windows: Sequence[Window]) -> float:
+    """How far the mean response is off the logged one if logged decisions are repeated.
+
+    Raises:
+        ValueError: Requests went to other replicas than the scenario has.
+    """
+    logged = 1 + max(int(window.server.max()) for window in windows)
+    if logged > scenario.num_servers:
+        raise ValueError(f"the log tells of {logged} replicas, the fleet of {scenario.num_servers}")
+    simulated_s = np.concatenate([one.outcomes.response_s for one in _repeat(scenario, windows)])
+    return mean_error(simulated_s, np.concatenate([window.response_s for window in windows]))
+
+
+def mean_error(simulated_s: FloatArray, measured_s: FloatArray) -> float:
+    """How far a simulated mean is off the measured one, as a fraction, over what has both times."""
+    both = np.isfinite(simulated_s) & np.isfinite(measured_s)
+    return abs(float(simulated_s[both].mean() / measured_s[both].mean()) - 1.0)
 
 
 def streams_of(scenario: Scenario, windows: Sequence[Window]) -> StreamSet:

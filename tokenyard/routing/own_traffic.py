@@ -8,10 +8,13 @@ beside the best rule, and beside the one that decides where nothing is known (`D
 streams that no search has seen: below, at and above the load, and on the recorded first part. What
 loses to a rule anywhere (`tokenyard.routing.gate.loses`) is out.
 
-The last part of the trace judges, once. What a search made is kept if its mean response time is
-below that of the best rule with an interval below zero, and neither its 99th percentile nor its
-SLO violations are higher with an interval above `tokenyard.routing.gate.TOLERANCE`; else the best
-rule is. That gives way to the default rule where it loses to it there.
+The last part of the trace judges, once. It is played in one go behind the end of the first part,
+which fills the servers and does not count; intervals are those of `statistics.jackknife`, and a
+99th percentile that tells of one or two bursts is none. What a search made is kept if its mean
+response time is below that of the best rule with an interval below zero, and neither its 99th
+percentile nor its SLO violations are higher with an interval above
+`tokenyard.routing.gate.TOLERANCE`; else the best rule is. That gives way to the default rule where
+it loses to it there.
 
 Where it is known what decides today, as from a decision log, that is judged with the others: what a
 search made has to beat it, too, and the best rule gives way to it where it loses. Searches go on
@@ -51,9 +54,10 @@ from tokenyard.routing.decision_log import (
 )
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.gate import MOST_LOAD, load_factors, loses, rule_runs, tail_is_longer
-from tokenyard.routing.log_replay import fit_speeds
+from tokenyard.routing.log_replay import Window, fit_speeds, mean_error, repeat_error
 from tokenyard.routing.policies import is_rule
 from tokenyard.routing.policies.learned import order_weights
+from tokenyard.routing.policies.makers import MAKERS_NAMES, rule_of
 from tokenyard.routing.policies.public import Needs, needs_of
 from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.problem import PROBLEM
@@ -65,13 +69,18 @@ from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, trace_streams
 from tokenyard.routing.validation import NAMES, artifact_runs
+from tokenyard.statistics.jackknife import is_settled
 from tokenyard.workload.fit import fit_own
 from tokenyard.workload.trace import Trace
 
 CANDIDATE = "candidate"
+ORDER_NOTE = (
+    "what follows + says which waiting request is next: it does nothing at endpoints without "
+    "`order: priority`, unless the gateway holds requests back"
+)
 LEARNED_SHARE = 0.7
 """Of the trace's requests: the first ones are learned from."""
-FEWEST_JUDGING = 500
+FEWEST_JUDGING = 1000
 """Requests of the last part below which nothing is told apart."""
 LEAST_RATE_PER_S = 1 / 60
 """Rate of a trace below which next to no request waits for another."""
@@ -82,7 +91,9 @@ _REQUESTS = 3000
 """Of one stream."""
 _REPLAYED, _MOST_REPLAYED = 1000, 5
 """Requests of each stretch of the first part that rules are played on, about, and how many."""
-_CHOICE_STREAMS, _MOST_WINDOWS = 10, 30
+_CHOICE_STREAMS = 10
+_WARM_UP = 500
+"""Requests, at most, that fill the servers before a stretch of the first part begins."""
 _MODEL_STEP_S = 1.0
 
 
@@ -143,9 +154,13 @@ class Choice:
         if policy.endswith(".npz"):
             artifact = PolicyArtifact.load(policy)
             return cls(f"{Path(policy).stem}@{artifact.sha256}", artifact)
-        if not is_rule(policy):
-            raise ValueError(f"{policy} is no rule, and no policy file (.npz)")
-        return cls(policy)
+        name = rule_of(policy)
+        if not is_rule(name):
+            raise ValueError(
+                f"{policy} is no rule, and no policy file (.npz); routers are known by their "
+                f"makers' names, too: {', '.join(MAKERS_NAMES)}"
+            )
+        return cls(name)
 
     def runs(self, scenario: Scenario, streams: StreamSet) -> list[Run]:
         """Run it over streams."""
@@ -165,7 +180,8 @@ class Choice:
             if needs == Needs.PREFIX_CACHE and trace.prefix_hashes is None:
                 raise ValueError(
                     f"the rule {self.name} decides today and goes by prefixes: the requests come "
-                    "without prompts, so there is nothing to compare with"
+                    "without prompts, so there is nothing to compare with; give a trace with hash "
+                    "ids, or --now least_connections, which most such rules are without a match"
                 )
             PROBLEM.candidate(scenario, self.name)
             return
@@ -191,6 +207,8 @@ class Traffic:
     twin_error_fraction: float | None = None
     """How far the simulator that repeats the logged decisions is off the logged mean response, as a
     fraction; None: no replicas were fitted."""
+    log: Window | None = None
+    """Where the requests went and how long they took; None: nothing was logged."""
 
 
 def logged_traffic(
@@ -217,7 +235,7 @@ def logged_traffic(
     told = f"{label}, which served the log, is not compared: give its file with --now"
     traffic = Traffic(
         trace_of(decisions), fleet, now, {"log_sha256": digest, "served": label},
-        () if now else (told,),
+        () if now else (told,), log=windows_of(decisions, 1)[0],
     )  # fmt: skip
     if not isinstance(fleet, Scenario):
         return traffic
@@ -254,12 +272,26 @@ class Found:
 
     choice: Choice
     """What to serve."""
+    rule: Choice
+    """The best rule on the first part."""
+    searched: Choice | None
+    """What a search made, if it was good enough to be judged."""
     rows: list[Row]
     """Of the last part, at the trace's load and at half: the default rule, what decides today, the
-    best rule, and what a search made, where it was good enough to be judged. Differences are to the
-    best rule."""
+    best rule, and what a search made. Differences are to the best rule."""
     remarks: list[str]
     """What was found on the way, in sentences."""
+
+
+def measured(
+    scenario: Scenario, streams: StreamSet, runs: Mapping[str, Sequence[Run]], baseline: str
+) -> list[Row]:
+    """Rows of `compare` on one recorded stream, with a p99 only where it has settled."""
+    rows = compare(PROBLEM, scenario, streams, runs, baseline)
+    for row, (run,) in zip(rows, runs.values(), strict=True):
+        if not is_settled(run.outcomes.offered_response_s):
+            row["p99_response_s"] = math.nan
+    return rows
 
 
 class OwnTraffic:
@@ -284,10 +316,11 @@ class OwnTraffic:
         """
         trace = traffic.trace
         self._begun_s, self._minutes, self._seed = time.monotonic(), minutes, seed
-        self._learned, self._judging = trace.split(int(LEARNED_SHARE * trace.num_requests))
-        if self._judging.num_requests < FEWEST_JUDGING:
+        self.trace, self.first_judged = trace, int(LEARNED_SHARE * trace.num_requests)
+        self._learned, judging = trace.split(self.first_judged)
+        if judging.num_requests < FEWEST_JUDGING:
             raise ValueError(
-                f"a trace of {trace.num_requests} requests leaves {self._judging.num_requests} to "
+                f"a trace of {trace.num_requests} requests leaves {judging.num_requests} to "
                 f"judge by; at least {FEWEST_JUDGING} are needed"
             )
         if load is None and trace.mean_rate_per_s < LEAST_RATE_PER_S:
@@ -304,10 +337,14 @@ class OwnTraffic:
             self._now.check(self.scenario, trace)
         self._source = StreamSource(self.scenario)
         self._load = load
+        self.load = self._source.load_of(judging) if load is None else load
+        """Offered load of the last part."""
+        self.load_of_one_per_s = self._source.load_of(judging, 1.0)
+        """Offered load of one such request a second."""
         self.remarks = [
             *traffic.remarks,
-            f"offered load {self._source.offered_load:.2f}, "
-            f"{self.scenario.rate_per_s(self._source.mean_total_tokens):.3g} requests a second",
+            f"offered load of the last part {self.load:.2f}, "
+            f"{self.load / self.load_of_one_per_s:.3g} requests a second",
         ]
 
     def train(self) -> Found:
@@ -316,7 +353,35 @@ class OwnTraffic:
         self.remarks.append(f"best of all rules on the first part: {rule.name}")
         searched = self._best_of([*self._searches(rule.name)], rule)
         rows, choice = self._judge(rule, searched)
-        return Found(choice, rows, self.remarks)
+        return Found(choice, rule, searched, rows, self.remarks)
+
+    def twin_error(self, traffic: Traffic) -> float:
+        """How far the simulated mean response is off the measured one, as a fraction.
+
+        Logged decisions are repeated on the replicas of the fleet. A trace with measured response
+        times is played under what decides today. NaN: nothing was measured, or it is not known what
+        decided.
+
+        Raises:
+            ValueError: The log tells of another number of replicas.
+        """
+        trace, log = traffic.trace, traffic.log
+        if traffic.twin_error_fraction is not None:
+            return traffic.twin_error_fraction
+        if log is not None:
+            return repeat_error(self.scenario, [log])
+        if trace.response_s is None or self._now is None:
+            return math.nan
+        streams = trace_streams(self._source, trace, 1, native_time=True)
+        (run,) = self._now.runs(self.scenario, streams)
+        return mean_error(run.outcomes.response_s, trace.response_s)
+
+    def judging(self, load: float) -> StreamSet:
+        """The last part at an offered load, played on behind the end of the first part."""
+        return trace_streams(
+            self._source, self.trace, 1, native_time=load == self.load and self._load is None,
+            load=load, first=self.first_judged,
+        )  # fmt: skip
 
     @cached_property
     def _factors(self) -> list[float]:
@@ -331,7 +396,8 @@ class OwnTraffic:
     def _replay(self) -> Replay:
         """The recorded first part, to play policies on."""
         count = int(np.clip(self._learned.num_requests // _REPLAYED, 1, _MOST_REPLAYED))
-        return Replay(self.scenario, self._windows(self._learned, count).requests)
+        windows = self._recorded(count)
+        return Replay(self.scenario, windows.requests, warm_up=windows.warm_up[0])
 
     def _start(self, rule: str) -> SearchConfig:
         """Begin at what decides today, if its weights are better than a rule; else at the rule."""
@@ -387,9 +453,11 @@ class OwnTraffic:
 
         That is the mean over parts of the difference to the best rule's.
         """
+        if not searched:
+            return None
         judge = Judge(
             self._source, _CHOICE_STREAMS, tuple(dict.fromkeys((rule.name, DEFAULT_RULE))),
-            self._windows(self._learned),
+            self._recorded(1),
         )  # fmt: skip
         found = [judge(one.artifact) for one in searched if one.artifact is not None]
         refused = sum(bool(one[LOSSES]) for one in found)
@@ -399,11 +467,13 @@ class OwnTraffic:
             return None
         return searched[chosen]
 
-    def _windows(self, part: Trace, count: int | None = None, factor: float = 1.0) -> StreamSet:
-        """Recorded windows at a factor on the load: `count`, or at least five."""
-        count = count or int(np.clip(part.num_requests // 200, 5, _MOST_WINDOWS))
-        load = self._source.offered_load if self._load is None else self._load
-        return trace_streams(self._source, part, count, load=factor * load)
+    def _recorded(self, count: int) -> StreamSet:
+        """The first part in so many windows, but for the requests that fill the servers."""
+        warm_up = min(_WARM_UP, self._learned.num_requests // 4)
+        return trace_streams(
+            self._source, self._learned, count, native_time=self._load is None, load=self._load,
+            first=warm_up, warm_up=warm_up,
+        )  # fmt: skip
 
     def _judge(self, rule: Choice, searched: Choice | None) -> tuple[list[Row], Choice]:
         now = self._now or rule
@@ -412,11 +482,10 @@ class OwnTraffic:
         rows: list[Row] = []
         ours: list[Row] = []
         for part, factor in (("as recorded", 1.0), ("half of the load", 0.5)):
-            streams = self._windows(self._judging, factor=factor)
+            streams = self.judging(factor * self.load)
             runs = {name: one.runs(self.scenario, streams) for name, one in choices.items()}
             beside = {
-                name: compare(PROBLEM, self.scenario, streams, runs, name)
-                for name in {rule.name, now.name}
+                name: measured(self.scenario, streams, runs, name) for name in {rule.name, now.name}
             }
             told: Row = {"part": part, "offered_load": streams.offered_load}
             rows += [{**told, **row} for row in beside[rule.name]]

@@ -25,6 +25,7 @@ from tokenyard.routing.artifact import (
 )
 from tokenyard.routing.bounds import BOUNDS
 from tokenyard.routing.policies import BASELINES, PolicyContext, is_rule, make_policy, rows_for
+from tokenyard.routing.policies.makers import MAKERS_NAMES, rule_of
 from tokenyard.routing.policies.order import ORDERS, Ordered, is_order, order_of
 from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.policy_file import SUFFIX, PolicyOfFile
@@ -81,10 +82,13 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
     ) -> Candidate[Scenario, StreamSet, Run]:
         """Load a rule, a bound, `champion`, or a policy file (.npz or .py) by path.
 
+        Rules are also known by their makers' names (`tokenyard.routing.policies.makers`).
+
         Raises:
             ValueError: The name is unknown, or it cannot be run on this scenario; a missing or
                 broken artifact gives an ArtifactError, a Python file a PolicyFileError.
         """
+        name = rule_of(name)
         if is_rule(name):
             # Report missing parameters before a long run.
             make_policy(name, _context(scenario, np.random.default_rng(0)))
@@ -110,7 +114,8 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         names = [*BASELINES, CHAMPION, *BOUNDS]
         raise ValueError(
             f"unknown policy {name!r}; give a policy file (.npz or .py) or one of {names}; "
-            f"+ and one of {sorted(ORDERS)} may follow a rule or champion"
+            f"+ and one of {sorted(ORDERS)} may follow a rule or champion; makers' names are "
+            f"{', '.join(MAKERS_NAMES)}"
         )
 
     def trained(self, artifact: PolicyArtifact) -> Runner[Scenario, StreamSet, Run]:

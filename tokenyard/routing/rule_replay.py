@@ -37,9 +37,18 @@ NEAR = 0.02
 class Replay:
     """Streams of one scenario, on which anything may be run."""
 
-    def __init__(self, scenario: Scenario, streams: Sequence[Stream], tuned: bool = False) -> None:
-        """Take streams of equal length; `tuned`: the rules that ship for the scenario play too."""
-        self._scenario, self._streams = scenario, streams
+    def __init__(
+        self, scenario: Scenario, streams: Sequence[Stream], tuned: bool = False, warm_up: int = 0
+    ) -> None:
+        """Take streams of equal length.
+
+        Args:
+            scenario: Of the servers.
+            streams: What arrives.
+            tuned: Whether the rules that ship for the scenario play too.
+            warm_up: Requests that every stream begins with, and that do not count.
+        """
+        self._scenario, self._streams, self._warm_up = scenario, streams, warm_up
         self._tuned = server_model(scenario).tuned_variants() if tuned else {}
         self._sims: dict[int, Simulator] = {}
         self._means: dict[tuple[str, int], FloatArray] = {}
@@ -50,7 +59,8 @@ class Replay:
         sim = self._simulator(count)
         decide(sim)
         slo_s = self._scenario.slo_response_s
-        return np.array([outcome_row(sim.view(copy).outcomes(), slo_s) for copy in range(count)])
+        counted = (sim.view(copy).outcomes().after(self._warm_up) for copy in range(count))
+        return np.array([outcome_row(outcomes, slo_s) for outcomes in counted])
 
     def best_rules(self, by: str = "score") -> list[str]:
         """Names of the rules of the best mean scores (`metrics.score`), the best first.

@@ -43,6 +43,8 @@ _EPOCH_S = 1e9, 4.1e9
 not within such a range, whatever its unit is."""
 _RATES_PER_S = 0.01, 200.0
 """Requests per second that are believed without being told the unit of the times."""
+RESPONSE = "response_s"
+"""Optional column of any layout: measured response times, seconds."""
 _FEW = 10
 """Rows that are too few to tell what is odd about one of them."""
 _MOST_BAD = 0.01
@@ -105,6 +107,7 @@ class _Row(NamedTuple):
     time: str = ""
     context: str = ""
     generated: str = ""
+    response: str = ""
     hashes: tuple[int, ...] = ()
     fault: str | None = None
 
@@ -228,12 +231,13 @@ def _read_clean_csv(
     times = _parse_times(path, frame[layout.time], layout, time_unit)
     if not np.isfinite(times.seconds).all() or _astray_s(times.seconds).any():
         return None
-    return _clean(path, layout, times, tokens, None, 0)
+    return _clean(path, layout, times, tokens, None, frame.get(RESPONSE), 0)
 
 
 def _csv_rows(path: Path, layout: _Layout, header: list[str]) -> Iterator[_Row]:
     """Rows as CSV has them: a quoted field may go over several lines, and be of any length."""
     columns = [header.index(name) for name in layout[1:4]]
+    columns += [header.index(RESPONSE)] if RESPONSE in header else []
     csv.field_size_limit(sys.maxsize)
     with _open(path) as file:
         reader = csv.reader(file, strict=True)
@@ -253,8 +257,8 @@ def _csv_rows(path: Path, layout: _Layout, header: list[str]) -> Iterator[_Row]:
             if len(fields) != len(header):
                 yield _Row(line, fault=f"{len(fields)} fields where the header has {len(header)}")
             else:
-                time, context, generated = (fields[i].strip() for i in columns)
-                yield _Row(line, time, context, generated)
+                time, context, generated, *response = (fields[i].strip() for i in columns)
+                yield _Row(line, time, context, generated, "".join(response))
 
 
 def _json_rows(path: Path, layout: _Layout) -> Iterator[_Row]:
@@ -266,7 +270,8 @@ def _json_rows(path: Path, layout: _Layout) -> Iterator[_Row]:
                 record = json.loads(text, parse_int=str, parse_float=str)
                 hashes = tuple(int(block) for block in record.get("hash_ids") or ())
                 time, context, generated = (str(record[name]) for name in layout[1:4])
-                yield _Row(line, time, context, generated, hashes)
+                response = str(record.get(RESPONSE, ""))
+                yield _Row(line, time, context, generated, response, hashes)
             except KeyError as error:
                 yield _Row(line, fault=f"missing column {error.args[0]}")
             except (ValueError, TypeError, AttributeError):
@@ -296,7 +301,10 @@ def _from_rows(
     kept = [rows[i] for i in good]
     tokens = np.array([[int(float(r.context)), int(float(r.generated))] for r in kept], np.int64)
     hashes = None if layout.block_tokens is None else _numbered(row.hashes for row in kept)
-    return _clean(path, layout, times._replace(seconds=times.seconds[good]), tokens, hashes, bad)
+    responses = [row.response for row in kept]
+    response_s = pd.Series(responses) if any(responses) else None
+    times = times._replace(seconds=times.seconds[good])
+    return _clean(path, layout, times, tokens, hashes, response_s, bad)
 
 
 def _numbered(chains: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -404,6 +412,12 @@ def _astray_s(seconds: FloatArray) -> FloatArray:
     return np.where(away_s > most_s, away_s, 0.0)
 
 
+def _seconds(texts: pd.Series[str] | pd.Series[float]) -> FloatArray:
+    """Numbers above 0; NaN where there is none."""
+    numbers = pd.to_numeric(texts, errors="coerce").to_numpy(np.float64)
+    return np.where(np.isfinite(numbers) & (numbers > 0), numbers, np.nan)
+
+
 def _check_blocks(path: Path, trace: Trace) -> None:
     """Refuse a size of blocks of which prompts have another number: layouts tell whole prompts.
 
@@ -426,6 +440,7 @@ def _clean(
     times: _Times,
     tokens: IntArray,
     hashes: list[tuple[int, ...]] | None,
+    responses: pd.Series[str] | pd.Series[float] | None,
     bad: int,
 ) -> _Parsed:
     """Drop failed requests, sort the rest, and describe the trace."""
@@ -445,10 +460,12 @@ def _clean(
         started_at=times.origin and times.origin + pd.Timedelta(first_s, "s").to_pytimedelta(),
         prefix_hashes=None if hashes is None else tuple(hashes[i] for i in kept.tolist()),
         prefix_block_tokens=None if hashes is None else layout.block_tokens,
+        response_s=None if responses is None else _seconds(responses)[kept],
     )
     blocks = f"blocks of {layout.block_tokens} tokens, " if trace.prefix_hashes else ""
     rows = f"rows: {trace.num_requests:,}, span: {trace.duration_s:,.6g} s"
     described = f"layout {layout.name}, {times.unit}, {blocks}{rows}"
+    described += "" if trace.response_s is None else ", with measured response times"
     for what, count in (
         ("out of order, now sorted", moved), ("failed, without an answer, left out", failed),
         ("bad, left out", bad),

@@ -56,6 +56,9 @@ class Trace:
     None where the source does not publish them."""
     prefix_block_tokens: int | None = None
     """Tokens of each of those blocks."""
+    response_s: FloatArray | None = None
+    """Measured response times in the recorded time, seconds, NaN where there is none, shape (n,);
+    None where the source does not tell them."""
     sessions: SessionTurns | None = None
     """Set where clients wait for their answers (a closed process): `arrival_s` is then when
     requests would arrive if every answer took its expected time. A part of a trace has none."""
@@ -201,6 +204,7 @@ class Trace:
             context_tokens=self.context_tokens[rows],
             generated_tokens=self.generated_tokens[rows],
             prefix_hashes=hashes,
+            response_s=None if self.response_s is None else self.response_s[rows],
             sessions=None,
         )
 

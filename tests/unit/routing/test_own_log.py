@@ -207,7 +207,7 @@ def small(monkeypatch):
     """Streams and searches that end in seconds."""
     for name, value in {
         "_REQUESTS": 200, "_CHOICE_STREAMS": 5, "_GENERATIONS": 1, "_SEARCHED": (0,),
-        "FEWEST_JUDGING": 200, "_MOST_WINDOWS": 5,
+        "FEWEST_JUDGING": 200,
     }.items():  # fmt: skip
         monkeypatch.setattr(own_traffic, name, value)
 
@@ -219,7 +219,7 @@ def trained(log, *options):
 
 @pytest.mark.usefixtures("small")
 def test_what_served_a_log_is_judged_beside_the_rules_on_the_replicas_of_the_log(log):
-    rows = trained(log, "--scenario", SCENARIO, "--minutes", 0, "--now", poor_file(log))
+    rows = trained(log, "--scenario", SCENARIO, "--minutes", 1e-9, "--now", poor_file(log))
     at_load = {row["policy"]: row for row in rows if row["part"] == "as recorded"}
     poor = f"poor@{a_poor_policy().sha256}"
     assert list(at_load)[:2] == [DEFAULT_RULE, poor]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import types
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +45,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_traffic, "_CHOICE_STREAMS", 5)
     monkeypatch.setattr(own_traffic, "_GENERATIONS", 1)
     monkeypatch.setattr(own_traffic, "_SEARCHED", (0,))
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces of a few hundred requests are taken."""
     monkeypatch.setattr(own_traffic, "FEWEST_JUDGING", 200)
 
 
@@ -61,7 +65,7 @@ def test_a_search_is_served_where_it_is_faster_than_the_best_rule_on_the_last_pa
     default, rule, *searched = (row for row in found.rows if row["part"] == "as recorded")
     assert default["policy"] == DEFAULT_RULE
     assert is_rule(rule["policy"])
-    assert default["stream_count"] == rule["stream_count"] >= 5
+    assert default["stream_count"] == rule["stream_count"] == 1
     assert found.choice.name in [row["policy"] for row in (default, rule, *searched)]
     if found.choice.artifact is not None:
         assert float(searched[0]["delta_mean_ci_high"]) < 0.0
@@ -85,53 +89,22 @@ def test_without_time_only_rules_are_played_and_equal_arguments_find_the_same(
     assert {row["policy"] for row in first.rows} >= {DEFAULT_RULE, first.choice.name}
 
 
-@pytest.mark.parametrize(
-    ("name", "delta", "words"),
-    [
-        ("sed", (0.031, 0.01, 0.052), "the default, RULE, is slower: mean +3.1 % [+1.0, +5.2]"),
-        ("sed", (0.0, -0.004, 0.003), "RULE, is level with it: mean +0.0 % [-0.4, +0.3]"),
-        (DEFAULT_RULE, (0.0, 0.0, 0.0), "it is the default; what follows + says"),
-        ("marginal_delay+wspt@60", (0.1, 0.1, 0.1), "nothing at endpoints without `order: prio"),
-    ],
-)  # fmt: skip
-def test_the_last_line_says_what_the_rule_is_worth_beside_the_default(
-    name: str, delta: tuple[float, float, float], words: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path,
-) -> None:  # fmt: skip
-    keys = ("fraction", "ci_low", "ci_high")
-    row = {f"delta_{of}_{key}": value for of in ("mean", "p99")
-           for key, value in zip(keys, delta, strict=True)}  # fmt: skip
-    row |= {"mean_response_s": 1.0, "p99_response_s": 2.0, "slo_violation_fraction": 0.0}
-    found = own_traffic.Found(
-        own_traffic.Choice(name),
-        [row | {"policy": one, "part": "as recorded"} for one in (DEFAULT_RULE, "sed")], [],
-    )  # fmt: skip
-    monkeypatch.setattr(train, "OwnTraffic", lambda *_: types.SimpleNamespace(train=lambda: found))
-    trace = tmp_path / "mine.csv"
-    trace.write_text("arrival_s,context_tokens,generated_tokens\n0,1,1\n")
-    train.main(train.Args(fleet="mixed", trace=str(trace)))
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert f"serve it with --policy {name}; " in last
-    assert words.replace("RULE", DEFAULT_RULE) in last
-    assert ("order: priority" in last) == ("+" in name)
-
-
 def test_a_trace_that_is_too_short_is_refused(fleet: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="leaves 300 to judge by"):
-        OwnTraffic(Traffic(drawn(1000), fleet), tmp_path / "mine.json", 1.0)
+    with pytest.raises(ValueError, match="leaves 180 to judge by"):
+        OwnTraffic(Traffic(drawn(600), fleet), tmp_path / "mine.json", 1.0)
 
 
 def test_a_trace_in_milliseconds_is_refused_before_anything_is_fitted(
     fleet: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="are the arrivals in seconds"):
-        OwnTraffic(Traffic(drawn(2000, rate_per_s=0.005), fleet), tmp_path / "mine.json", 1.0)
+        OwnTraffic(Traffic(drawn(700, rate_per_s=0.005), fleet), tmp_path / "mine.json", 1.0)
     assert not (tmp_path / "mine.json").exists()
 
 
 def test_a_trace_beyond_the_fleet_is_refused(fleet: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="times what the fleet can do; --load"):
-        OwnTraffic(Traffic(drawn(2000, rate_per_s=500.0), fleet), tmp_path / "mine.json", 1.0)
+        OwnTraffic(Traffic(drawn(700, rate_per_s=500.0), fleet), tmp_path / "mine.json", 1.0)
 
 
 @pytest.mark.parametrize("load", [-1.0, 0.0, 9.0, math.nan])
@@ -144,7 +117,7 @@ def test_a_file_without_replicas_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "none.yaml"
     path.write_text("description: nothing\n")
     with pytest.raises(ValueError, match="neither `fleet` nor `servers`"):
-        OwnTraffic(Traffic(drawn(2000), str(path)), tmp_path / "mine.json", 1.0)
+        OwnTraffic(Traffic(drawn(700), str(path)), tmp_path / "mine.json", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +135,7 @@ def test_a_replica_that_is_misspelled_is_told_in_one_sentence(
     path = tmp_path / "mine.yaml"
     path.write_text(f"fleet: {{replicas: [{replica}]}}\n")
     with pytest.raises(ValueError, match=rf"mine.yaml: fleet.replicas.0.{reason}") as caught:
-        OwnTraffic(Traffic(drawn(2000), str(path)), tmp_path / "mine.json", 1.0)
+        OwnTraffic(Traffic(drawn(700), str(path)), tmp_path / "mine.json", 1.0)
     assert str(caught.value).count("\n") == 0
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -60,6 +60,13 @@ class BatchingOutcomes(Outcomes):
     (lay.LATENCY_BINS,)."""
     energy_j: float
     """Of all replicas that are up, from the first arrival to the last completion."""
+    of_whole_stream = frozenset({"latency_counts"})
+
+    def after(self, warm_up: int) -> Self:
+        """Without the first requests; energy is that of as many tokens, gaps are those of all."""
+        kept = super().after(warm_up)
+        share = metrics.fraction(kept.output_tokens.sum(), self.output_tokens.sum())
+        return replace(kept, energy_j=share * self.energy_j)
 
     def violations(self, slo_response_s: float) -> BoolArray:
         """Which requests violated an SLO of their class, shape (num_requests,)."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,8 @@ class Outcomes:
     """End-to-end response time, seconds; NaN where the request was dropped or is not done."""
     waiting_seen: FloatArray
     """Requests waiting at all servers when this one was placed."""
+    of_whole_stream: ClassVar[frozenset[str]] = frozenset()
+    """Arrays that do not count requests one by one."""
 
     @property
     def offered_response_s(self) -> FloatArray:
@@ -54,6 +56,18 @@ class Outcomes:
     def further_measures(self, scenario: Scenario) -> dict[str, float]:
         """What is measured beside what all servers have: nothing."""
         return {}
+
+    def after(self, warm_up: int) -> Self:
+        """Without the first requests, which only filled the servers."""
+        if not warm_up:
+            return self
+        num = len(self.arrival_s)
+        kept = {
+            name: values[warm_up:]
+            for name, values in vars(self).items()
+            if np.shape(values) == (num,) and name not in self.of_whole_stream
+        }
+        return replace(self, **kept)
 
 
 def _server_params(scenario: Scenario) -> FloatArray:

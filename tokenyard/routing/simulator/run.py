@@ -1,4 +1,7 @@
-"""Run a policy over streams, each from empty servers until all is done."""
+"""Run a policy over streams, each from empty servers until all is done.
+
+Requests of a stream's warm-up are played, and are not in its run.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,11 @@ class Run:
     rewards: FloatArray | None = None
     """Reward earned from each decision to the next, shape (num_requests,); None: the scenario pays
     none."""
+
+    def after(self, warm_up: int) -> Run:
+        """Without the first requests, which only filled the servers."""
+        rewards = None if self.rewards is None else self.rewards[warm_up:]
+        return Run(self.outcomes.after(warm_up), rewards)
 
 
 Chooser = Callable[[Simulator, int], int]
@@ -134,7 +142,7 @@ def run_compiled(scenario: Scenario, streams: StreamSet, decide: Decide) -> list
         sim.load(0, stream)
         decide(sim)
         runs.append(Run(sim.view().outcomes()))
-    return runs
+    return _counted(runs, streams)
 
 
 def run_each(
@@ -149,7 +157,13 @@ def run_each(
         requests = [streams.requests[i] for i in which]
         together = _run_together(scenario, requests, [choosers[i] for i in which])
         runs.update(zip(which, together, strict=True))
-    return [runs[index] for index in range(len(streams.requests))]
+    return _counted([runs[index] for index in range(len(streams.requests))], streams)
+
+
+def _counted(runs: Sequence[Run], streams: StreamSet) -> list[Run]:
+    """Without the requests that only filled the servers."""
+    warm_up = streams.warm_up or (0,) * len(runs)
+    return [run.after(num) for run, num in zip(runs, warm_up, strict=True)]
 
 
 def _run_together(

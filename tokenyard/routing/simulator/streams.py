@@ -31,6 +31,8 @@ from tokenyard.workload.trace import Trace
 Purpose = Literal["training", "validation", "evaluation", "scaling"]
 _PURPOSES: dict[Purpose, int] = {"training": 0, "validation": 1, "evaluation": 2, "scaling": 3}
 _REQUESTS_FOR_SCALING = 5000
+WARM_UP = 1000
+"""Requests, at most, that fill the servers before a window of a trace begins."""
 
 
 def stream_rng(seed: int, purpose: Purpose, index: int = 0) -> np.random.Generator:
@@ -62,6 +64,11 @@ class StreamSet:
     bootstrap: bool = False
     """One long recorded stream: intervals by block bootstrap over its requests. Otherwise the
     streams are independent, and intervals are paired over streams."""
+    jackknife: bool = False
+    """One long recorded stream: intervals by leaving out one block of its requests at a time."""
+    warm_up: tuple[int, ...] = ()
+    """Requests that every stream begins with to fill the servers, and that do not count; empty:
+    none."""
     is_synthetic: bool = False
     """Whether the scenario's workload model drew them."""
     offered_load: float = math.nan
@@ -78,7 +85,8 @@ class StreamSet:
     @property
     def described(self) -> str:
         """How many requests, and where they come from."""
-        return f"{len(self)} x {len(self.requests[0])} requests, {self.origin}"
+        counted = len(self.requests[-1]) - (self.warm_up[-1] if self.warm_up else 0)
+        return f"{len(self)} x {counted} requests, {self.origin}"
 
 
 class StreamSource:
@@ -294,8 +302,13 @@ def trace_streams(
     count: int,
     native_time: bool = False,
     load: float | None = None,
+    first: int = 0,
+    warm_up: int = WARM_UP,
 ) -> StreamSet:
     """Cut a recorded trace into `count` consecutive streams of equal length.
+
+    Each begins with up to `warm_up` requests that come before it in the trace and do not count, so
+    that none but one at the very beginning starts on empty servers.
 
     Args:
         source: Whose servers, visibility and load the trace is replayed on.
@@ -303,20 +316,35 @@ def trace_streams(
         count: Number of windows; they do not overlap.
         native_time: Keep the recorded time instead of scaling it to the scenario's load.
         load: Offered load to scale to in place of the scenario's.
+        first: Request that the first window begins with; it counts, and those after it.
+        warm_up: Requests, at most, that fill the servers first.
 
     Raises:
         ValueError: The trace has fewer requests than windows, or no token.
     """
-    if trace.num_requests < count:
-        raise ValueError(f"{trace.num_requests} requests cannot be cut into {count} streams")
+    part = trace.tail_from(first)
+    if part.num_requests < count:
+        raise ValueError(f"{part.num_requests} requests cannot be cut into {count} streams")
     if not trace.total_tokens.any():
         raise ValueError("no request of the trace has a token: what would take time?")
     if not native_time:
-        trace = source.at_rate(trace, load)
-    requests = [source.encode(window) for window in trace.windows(count)]
+        scaled = source.at_rate(part, load)
+        if first:
+            trace = trace.rescaled(scaled.duration_s / part.duration_s)
+        else:
+            trace = scaled
+        part = scaled
+    size = part.num_requests // count
+    begins = range(first, first + count * size, size)
+    before = tuple(min(begin, warm_up) for begin in begins)
+    requests = [
+        source.encode(trace.head(begin + size).tail_from(begin - skipped))
+        for begin, skipped in zip(begins, before, strict=True)
+    ]
     return StreamSet(
         requests,
         f"recorded trace, {count} windows",
-        bootstrap=count == 1,
-        offered_load=source.load_of(trace),
+        jackknife=count == 1,
+        offered_load=source.load_of(part),
+        warm_up=before,
     )
