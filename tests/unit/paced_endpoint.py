@@ -33,18 +33,21 @@ class PacedEndpoint(Stub):
         self.waiting_now, self.running = [], []
         self.batches = []
         """What each iteration computed: 1, prompt tokens, sequences that decode, their KV."""
+        self.took_s = []
+        """How long it really took: a busy machine keeps no pace."""
         self.pages = {"/metrics": lambda: PAGE % (len(self.waiting_now), len(self.running))}
         self.has_work = asyncio.Event()
 
     async def run(self):
         """Iterate for ever."""
-        due_s = 0.0
+        due_s = ended_s = 0.0
         while True:
             while self.waiting_now and len(self.running) < self.max_batch:
                 self.running.append(self.waiting_now.pop(0))
             if not self.running:
                 self.has_work.clear()
                 await self.has_work.wait()
+                ended_s = time.perf_counter()
                 continue
             new = [one for one in self.running if not one.generated]
             old = [one for one in self.running if one.generated]
@@ -54,6 +57,8 @@ class PacedEndpoint(Stub):
             # An iteration that ends late lets the next one begin earlier.
             due_s = max(due_s, time.perf_counter() - 0.05) + float(self.iteration @ batch)
             await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))
+            begun_s, ended_s = ended_s, time.perf_counter()
+            self.took_s.append(ended_s - begun_s)
             for one in [*self.running]:
                 one.generated += 1
                 is_last = one.generated == one.output
