@@ -146,10 +146,15 @@ class Gateway:
         """The answer to a change; a ValueError says why it was refused."""
         return self._ask(method, path, body)
 
-    def lend(self, policy: str, for_s: float) -> tuple[str, float]:
-        """Let a policy decide for a while; return its label and the gateway's clock, seconds."""
+    def lend(self, policy: str, for_s: float) -> tuple[str, str, float]:
+        """Let a policy decide for a while; return two labels and the gateway's clock, seconds.
+
+        The labels, `name@sha256`, are those of the policy and of what decides else.
+        """
+        before = self.get("/v1/policy")
         answer = self.send("POST", "/v1/policy", {"policy": policy, "for_s": for_s})
-        return f"{answer['name']}@{answer['sha256']}", answer["until_s"] - for_s
+        label, other = (f"{card['name']}@{card['sha256']}" for card in (answer, before))
+        return label, other, answer["until_s"] - for_s
 
     def check_veto(self) -> None:
         """Raise Vetoed where a person wants that."""
@@ -370,7 +375,7 @@ class Autopilot:
         candidate_is_lent = lent == self.progress.candidate
         if not lends_first:
             self._pause(stretch_s)
-        label, begins_s = self.gateway.lend(lent, stretch_s)
+        label, other, begins_s = self.gateway.lend(lent, stretch_s)
         self._pause(stretch_s * (1.0 + lends_first))
         self._pause(_FLUSHED_S + min(self._slo_s, stretch_s))
         other_s = begins_s + (stretch_s if lends_first else -stretch_s)
@@ -381,7 +386,7 @@ class Autopilot:
         with_it = outcomes.between(begins_s + settle_s, begins_s + stretch_s)
         with_it = with_it.where(with_it.policy == label)
         without = outcomes.between(other_s + settle_s, other_s + stretch_s)
-        without = without.where(without.policy != label)
+        without = without.where(without.policy == other)
         new, old = (with_it, without) if candidate_is_lent else (without, with_it)
         if min(len(new), len(old)) < _FEWEST_REQUESTS:
             self._go_on(self.progress.step, f"fewer than {_FEWEST_REQUESTS} requests in a stretch")

@@ -88,7 +88,8 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
             ValueError: The name is unknown, or it cannot be run on this scenario; a missing or
                 broken artifact gives an ArtifactError, a Python file a PolicyFileError.
         """
-        name = rule_of(name)
+        if not is_rule(name):
+            name = rule_of(name)
         if is_rule(name):
             # Report missing parameters before a long run.
             make_policy(name, _context(scenario, np.random.default_rng(0)))

@@ -142,7 +142,7 @@ def run_compiled(scenario: Scenario, streams: StreamSet, decide: Decide) -> list
         sim.load(0, stream)
         decide(sim)
         runs.append(Run(sim.view().outcomes()))
-    return _counted(runs, streams)
+    return _counted(runs, streams) if streams.warm_up else runs
 
 
 def run_each(
@@ -157,13 +157,13 @@ def run_each(
         requests = [streams.requests[i] for i in which]
         together = _run_together(scenario, requests, [choosers[i] for i in which])
         runs.update(zip(which, together, strict=True))
-    return _counted([runs[index] for index in range(len(streams.requests))], streams)
+    in_order = [runs[index] for index in range(len(streams.requests))]
+    return _counted(in_order, streams) if streams.warm_up else in_order
 
 
 def _counted(runs: Sequence[Run], streams: StreamSet) -> list[Run]:
     """Without the requests that only filled the servers."""
-    warm_up = streams.warm_up or (0,) * len(runs)
-    return [run.after(num) for run, num in zip(runs, warm_up, strict=True)]
+    return [run.after(num) for run, num in zip(runs, streams.warm_up, strict=True)]
 
 
 def _run_together(
