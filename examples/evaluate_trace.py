@@ -7,7 +7,7 @@ A trace has the columns arrival_s (seconds), context_tokens and generated_tokens
 85 % of what the fleet can do, and cut into windows that do not overlap.
 Expect a table with one line per rule, and the differences to `least_connections` with intervals
 over the windows. It takes about 10 seconds. The fleet is the scenario's: four kinds of GPU.
-For a fleet of your own use `tokenyard train --fleet FILE --trace FILE --minutes 0`.
+For a fleet of your own use `tokenyard compare --fleet FILE --trace FILE`.
 """
 
 from __future__ import annotations
