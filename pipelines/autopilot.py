@@ -11,7 +11,7 @@ former policy decides for a short while now and then, which measures what was ga
 every `--every-h` hours, and when the traffic has changed.
 
 The autopilot changes nothing but by the gateway's API. A turn ends by itself (`for_s`), so what
-serves stays as it was if this process dies; it goes on from `--state` where it was.
+serves stays as it was if this process dies; it goes on from `autopilot.json` in the log's folder.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from tokenyard.config import sentence_of
 from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.registry import CANDIDATE, connect, mlflow_lookup, offer
 from tokenyard.routing.artifact import rule_for
+from tokenyard.routing.comparison import MOST_ERROR
 from tokenyard.routing.decision_log import Outcomes, read_outcomes
 from tokenyard.routing.gate import rule_runs
 from tokenyard.routing.own_traffic import Found, OwnTraffic, Traffic, logged_traffic
@@ -60,7 +61,8 @@ _SETTLE_SHARE = 0.25
 """Share of a stretch, at its beginning, whose requests meet the other policy's queues."""
 _DRIFT = 0.3
 """Change of the logarithm of rate or mean lengths that begins a cycle."""
-_RECENT = 1000
+_LEARNED, _RECENT = 20_000, 1000
+"""Newest requests that are learned from and judged on, and that tell whether traffic changed."""
 _MONTH_S = 30 * 86400.0
 _WATCH_PAUSE = 8
 """Stretches without a change between two pairs after a promotion."""
@@ -78,9 +80,7 @@ class Args:
     """Whose SLOs count; replicas are those that were logged."""
     registry: str | None = None
     """MLflow tracking URI: policies are registered there, and every step is a run. None: policies
-    are files beside `state`, which the gateway must be able to read."""
-    state: Path | None = None
-    """File of what must not be forgotten; None: autopilot.json in the log's folder."""
+    are files in the log's folder."""
     act: bool = False
     """Try and promote; without it, only say what would be tried."""
     once: bool = False
@@ -89,16 +89,12 @@ class Args:
     """Hours from one cycle to the next."""
     minutes: float = 10.0
     """Of searches in a cycle, on one CPU."""
-    requests: int = 20_000
-    """Newest requests of the log that are learned from and judged on."""
     stretch_s: float = 120.0
     """For which one of two policies decides."""
     most_pairs: int = 40
     """Pairs of stretches after which what is not told apart is given up."""
     alpha: float = 0.05
     """Chance, at most, to promote what makes no difference."""
-    most_twin_error: float = 0.15
-    """Error of the simulator's mean response above which nothing is tried."""
     seed: int = 0
     """Of searches, and of the order of stretches."""
     json: ResultFile | None = None
@@ -188,7 +184,7 @@ class Autopilot:
 
     def __post_init__(self) -> None:
         """Take up what was written down, if anything was."""
-        self._state = self.args.state or self.args.log / "autopilot.json"
+        self._state = self.args.log / "autopilot.json"
         self._slo_s = load_scenario(self.args.scenario).slo_response_s
         self._rng = np.random.default_rng(self.args.seed)
         if self._state.is_file():
@@ -282,7 +278,7 @@ class Autopilot:
     def _train(self) -> None:
         """Learn from the log, and keep what is better on its last part."""
         args = self.args
-        newest = self._newest(args.requests)
+        newest = self._newest(_LEARNED)
         if not len(newest):
             return self._finish("the decision log holds no request of the last month")
         found, traffic = _train_in_ray(args, float(newest.arrival_s[0]))
@@ -297,7 +293,7 @@ class Autopilot:
             "traffic": newest.newest(_RECENT).traffic(),
         }  # fmt: skip
         self.progress = self.progress.model_copy(update=learned)
-        if error is not None and error > args.most_twin_error:
+        if error is not None and error > MOST_ERROR:
             return self._finish(f"the simulator is off by {error:.0%}, so nothing is tried")
         choice = found.choice
         if choice.name == now:

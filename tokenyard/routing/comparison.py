@@ -82,13 +82,20 @@ def judged(rows: Sequence[Row], served: str, goal: float, error: float) -> Verdi
         f"second in place of {theirs:.3g}: {_said(load)}.",
         twin,
     ]  # fmt: skip
-    if mean.low > 0.0 or not (mean.high < 0.0 or load.low > 0.0):
+    # Violations; where the queue of today's policy only grows, nothing else has an interval.
+    fewer_late = float(row["delta_slo_ci_high"]) < 0.0
+    if mean.low > 0.0 or not (mean.high < 0.0 or load.low > 0.0 or fewer_late):
         few = math.isnan(mean.low) or math.isnan(load.low)
         nothing = f"Nothing to gain here: stay with {of_today}"
         unknown = "These requests are too few to tell the policies apart"
         return Verdict(unknown if few else nothing, sentences)
     if mean.high < 0.0:
         headline = f"{name} answers {-mean.estimate:.1%} sooner on average than {of_today}"
+    elif fewer_late:
+        share, before = (float(each["slo_attainment_fraction"]) for each in (row, now))
+        headline = (
+            f"{name} keeps {share:.1%} of the requests in their SLOs, {of_today} {before:.1%}"
+        )
     else:
         headline = f"{name} carries {load.estimate:.1%} more requests in SLO than {of_today}"
     return Verdict(headline, sentences)

@@ -95,6 +95,7 @@ _CHOICE_STREAMS = 10
 _WARM_UP = 500
 """Requests, at most, that fill the servers before a stretch of the first part begins."""
 _MODEL_STEP_S = 1.0
+_FEW_STEPS = 500
 
 
 def own_scenario(
@@ -329,7 +330,10 @@ class OwnTraffic:
                 "the arrivals in seconds? --load scales the trace to an offered load"
             )
         provenance = f"first {self._learned.num_requests} of {trace.num_requests} requests"
-        model = fit_own(self._learned, workload.stem, provenance, _MODEL_STEP_S)
+        # Only searches draw arrivals from the model; without one it may be coarse, and is fast.
+        coarse_s = 0.0 if minutes else self._learned.duration_s / _FEW_STEPS
+        step_s = max(_MODEL_STEP_S, coarse_s)
+        model = fit_own(self._learned, workload.stem, provenance, step_s)
         workload.write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")
         self.scenario = own_scenario(traffic.fleet, workload.absolute(), trace, load)
         self._now, self._lineage = traffic.now, traffic.lineage

@@ -122,11 +122,12 @@ def test_a_simulator_that_is_far_off_and_a_dry_run_try_nothing(tmp_path, quick):
     with site(tmp_path) as url:
         until_logged(tmp_path)
         quick["error"] = 0.4
-        pilot = an_autopilot(url, tmp_path, state=tmp_path / "off.json")
+        pilot = an_autopilot(url, tmp_path)
         pilot.run()
         assert "off by 40%" in pilot.progress.note
         quick["error"] = 0.05
-        dry = an_autopilot(url, tmp_path, act=False, state=tmp_path / "dry.json")
+        (tmp_path / "autopilot.json").unlink()
+        dry = an_autopilot(url, tmp_path, act=False)
         dry.run()
         assert "--act would try least_connections" in dry.progress.note
         policies = get(url, "/v1/policies")

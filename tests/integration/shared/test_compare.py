@@ -87,14 +87,17 @@ def test_a_page_says_what_the_best_rule_gains_and_how_much_load_the_slos_allow(
     assert (now["policy"], now["role"]) == ("round_robin", "now")
     assert DEFAULT_RULE in {row["policy"] for row in others}
     for row in others:
-        # Half of the requests go to a GPU that is several times as slow.
-        assert row["delta_mean_ci_high"] < -0.2
+        # Half of the requests go to a GPU that is several times as slow, where the queue grows:
+        # its mean has no interval.
+        assert row["delta_mean_ci_high"] is None
+        assert row["delta_mean_fraction"] < -0.9
+        assert row["delta_slo_ci_high"] < -0.4
         assert row["sustainable_load_per_s"] > 1.3 * now["sustainable_load_per_s"]
     assert all(row["requests"] == 1080 for row in rows)
     # Within its loads, and nowhere above what is offered at the most.
     assert 0.0 < now["sustainable_load_per_s"] < max(row["rate_per_s"] for row in rows)
     html = page.read_text()
-    assert "sooner on average than today&#39;s round_robin" in html
+    assert re.search(r"keeps 9\d.\d% of the requests in their SLOs, today&#39;s round_robin", html)
     assert "<svg" in html
     assert not re.search(r"(src|href)=.?http", html), "the page needs nothing else"
     assert "Nothing says how far the simulator is" in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """A rule's name says the same before and after it is taken apart."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tokenyard.routing.policies import BASELINES, is_rule
@@ -18,6 +18,7 @@ placements = st.builds(
 
 
 @given(rule=st.builds(RuleName, placements, st.none() | orders))
+@example(rule=RuleName(Term.of("sed"), Term.of("boost", 1e6)))
 def test_a_name_is_parsed_as_it_was_written(rule):
     assert RuleName.parse(str(rule)) == rule
     assert [*Term.parse(str(rule.placement)).values()] == rule.placement.values()

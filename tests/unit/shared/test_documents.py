@@ -66,9 +66,11 @@ def test_the_commands_of_the_readme_exist():
     assert "pipelines/sweep.py" in scripts
     assert [one for one in scripts if not (ROOT / one).is_file()] == []
     asked_verbs = set(re.findall(r"(?:^|`)tokenyard (\w+)", README, re.MULTILINE))
-    assert {"train", "serve", "arena"} <= asked_verbs <= set(cli.verbs())
+    assert {"compare", "train", "serve", "arena"} <= asked_verbs <= set(cli.verbs())
     options = {"arena": {"--sealed-seed", "--entry"}, "serve": {"--cluster", "--policy"}}
-    options["train"] = {"--fleet", "--trace", "--minutes", "--out"}
+    options["train"] = {"--fleet", "--trace", "--out"}
+    options["compare"] = {"--fleet", "--trace", "--now", "--html"}
+    options["autopilot"] = set()
     for verb, line in re.findall(r"(?:^|`)tokenyard (\w+)([^`#]*)", README, re.MULTILINE):
         assert set(re.findall(r"--[\w-]+", line)) <= options[verb]
 

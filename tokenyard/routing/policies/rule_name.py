@@ -28,7 +28,9 @@ class Term(NamedTuple):
     @classmethod
     def of(cls, base: str, *values: float) -> Term:
         """Name a placement or an order with these numbers."""
-        return cls(base, _NUMBER.join(f"{value:g}" for value in values) if values else None)
+        # Without the sign of a positive exponent, which would begin an order.
+        numbers = _NUMBER.join(f"{value:g}".replace("e+", "e") for value in values)
+        return cls(base, numbers if values else None)
 
     def values(self) -> list[float]:
         """The numbers; none where the name gives none.
