@@ -69,7 +69,8 @@ def quick(monkeypatch):
         traffic = Traffic(
             None, "fleet.yaml", Choice(trained["now"]), twin_error_fraction=trained["error"]
         )
-        return Found(Choice(trained["choice"]), [], []), traffic
+        choice = Choice(trained["choice"])
+        return Found(choice, choice, None, [], []), traffic
 
     monkeypatch.setattr(command, "_train_in_ray", train)
     return trained
