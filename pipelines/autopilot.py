@@ -41,7 +41,14 @@ from tokenyard.routing.artifact import rule_for
 from tokenyard.routing.comparison import MOST_ERROR
 from tokenyard.routing.decision_log import Outcomes, read_outcomes
 from tokenyard.routing.gate import rule_runs
-from tokenyard.routing.own_traffic import Found, OwnTraffic, Traffic, logged_traffic
+from tokenyard.routing.own_traffic import (
+    FEWEST_JUDGING,
+    LEARNED_SHARE,
+    Found,
+    OwnTraffic,
+    Traffic,
+    logged_traffic,
+)
 from tokenyard.routing.policies import is_rule
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario, load_scenario
@@ -63,6 +70,7 @@ _DRIFT = 0.3
 """Change of the logarithm of rate or mean lengths that begins a cycle."""
 _LEARNED, _RECENT = 20_000, 1000
 """Newest requests that are learned from and judged on, and that tell whether traffic changed."""
+_FEWEST_LOGGED = math.ceil(FEWEST_JUDGING / (1.0 - LEARNED_SHARE))
 _MONTH_S = 30 * 86400.0
 _WATCH_PAUSE = 8
 """Stretches without a change between two pairs after a promotion."""
@@ -279,8 +287,9 @@ class Autopilot:
         """Learn from the log, and keep what is better on its last part."""
         args = self.args
         newest = self._newest(_LEARNED)
-        if not len(newest):
-            return self._finish("the decision log holds no request of the last month")
+        if len(newest) < _FEWEST_LOGGED:
+            few = f"the log holds {len(newest):,} requests of the last month"
+            return self._finish(f"{few}; {_FEWEST_LOGGED:,} are needed")
         found, traffic = _train_in_ray(args, float(newest.arrival_s[0]))
         error, now = traffic.twin_error_fraction, traffic.now.name if traffic.now else None
         for remark in found.remarks:

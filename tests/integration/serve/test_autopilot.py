@@ -63,6 +63,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(command, "_FLUSHED_S", 0.3)
     monkeypatch.setattr(command, "_LOOK_EVERY_S", 0.1)
     monkeypatch.setattr(command, "_FEWEST_REQUESTS", 5)
+    monkeypatch.setattr(command, "_FEWEST_LOGGED", 1)
     trained = {"choice": "least_connections", "error": 0.05, "now": "round_robin"}
 
     def train(args, since_s):
@@ -134,6 +135,15 @@ def test_a_simulator_that_is_far_off_and_a_dry_run_try_nothing(tmp_path, quick):
         policies = get(url, "/v1/policies")
         assert policies["experiment"] is None
         assert get(url, "/v1/policy")["num_decisions"] > 0
+
+
+def test_a_log_that_is_too_short_to_judge_by_ends_the_cycle(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(command, "_FEWEST_LOGGED", 10**6)
+    with site(tmp_path) as url:
+        until_logged(tmp_path)
+        pilot = an_autopilot(url, tmp_path)
+        pilot.run()
+        assert "1,000,000 are needed" in pilot.progress.note
 
 
 def test_it_goes_on_where_it_died_and_the_turn_it_gave_ends_by_itself(tmp_path, quick, monkeypatch):
