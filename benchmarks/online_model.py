@@ -21,7 +21,7 @@ import tyro
 from rich import box
 from rich.table import Table
 
-from tokenyard.perf.online import BatchLimit, PoolEstimator
+from tokenyard.perf.online import BatchLimitEstimator, PoolEstimator
 from tokenyard.problem import Row
 from tokenyard.provenance import ResultFile, report
 from tokenyard.routing import observation as ob
@@ -108,7 +108,7 @@ class Sight:
         num = sim.scenario.num_servers
         self._sim, self._pool = sim, PoolEstimator()
         self.estimators = [self._pool.add(str(i)) for i in range(num)]
-        self._limits = [BatchLimit() for _ in range(num)]
+        self._limits = [BatchLimitEstimator() for _ in range(num)]
         self._open: list[int] = []
         self._counted = np.zeros(sim.arrays.requests.shape[1], dtype=np.bool_)
         self._done = np.zeros((num, 3))

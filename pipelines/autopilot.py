@@ -21,10 +21,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import numpy as np
@@ -33,13 +33,13 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
 from serve_app.policy.autopilot import AutopilotReport, Step
-from tokenyard.artifact import model_name
+from tokenyard.artifact import RegistryError, model_name
 from tokenyard.config import sentence_of
 from tokenyard.provenance import ResultFile, command_line, write_result
-from tokenyard.registry import CANDIDATE, connect, mlflow_lookup, offer
-from tokenyard.routing.artifact import rule_for
+from tokenyard.registry import CANDIDATE, connect, fail_soon, mlflow_lookup, offer, registry_errors
+from tokenyard.routing.artifact import PolicyArtifact, rule_for
 from tokenyard.routing.comparison import MOST_ERROR
-from tokenyard.routing.decision_log import Outcomes, read_outcomes
+from tokenyard.routing.decision_log import LoggedOutcomes, read_outcomes
 from tokenyard.routing.gate import rule_runs
 from tokenyard.routing.own_traffic import (
     FEWEST_JUDGING,
@@ -56,10 +56,11 @@ from tokenyard.routing.simulator.streams import StreamSet, StreamSource
 from tokenyard.statistics.sequential import DEFAULT_ALPHA
 from tokenyard.statistics.switchback import mean_gain, verdict
 from tokenyard.types import FloatArray
-from tokenyard.workload.trace import Trace
 
 _TOKEN = "TOKENYARD_AUTOPILOT_TOKEN"
 _LOOK_EVERY_S = 2.0
+_RETRY_S = 30.0
+"""After a failure of gateway, registry or disk, and between two looks at a veto."""
 _FLUSHED_S = 4.0
 """Time after which the gateway has written what has ended."""
 _FEWEST_REQUESTS = 20
@@ -109,7 +110,24 @@ class Args:
     """Write a row for each step to this file at the end."""
 
 
-class Progress(BaseModel):
+class Pair(BaseModel):
+    """Two stretches of time; in one the candidate decided, in the other what it is to replace."""
+
+    lent: str
+    """Label `name@sha256` of the policy that was lent to the gateway."""
+    other: str
+    """Label of what decides else."""
+    lent_from_s: float
+    """Gateway's Unix time, seconds."""
+    other_from_s: float
+    candidate_is_lent: bool
+    gain: float = 0.0
+    """Logarithm of the former policy's mean response over the candidate's."""
+    attained: float = 0.0
+    """The candidate's SLO attainment minus the former policy's."""
+
+
+class AutopilotState(BaseModel):
     """What must not be forgotten."""
 
     step: Step = "training"
@@ -117,10 +135,9 @@ class Progress(BaseModel):
     candidate: str | None = None
     """As the gateway takes it."""
     in_place_of: str | None = None
-    gains: list[float] = []
-    """Of each pair: logarithm of the former policy's mean response over the candidate's."""
-    attained: list[float] = []
-    """Of each pair: the candidate's SLO attainment minus the former policy's."""
+    pairs: list[Pair] = []
+    pairs_before_promotion: int = 0
+    """Of `pairs`; those after it tell whether the promotion was right."""
     twin: dict[str, Any] | None = None
     """Fields of the scenario that was fitted to the log."""
     twin_error_fraction: float | None = None
@@ -134,7 +151,11 @@ class Vetoed(Exception):
     """A person has stopped the autopilot."""
 
 
-class Gateway:
+class GatewayError(ValueError):
+    """The gateway does not answer, or refuses."""
+
+
+class GatewayClient:
     """The gateway's API, as far as the autopilot needs it."""
 
     def __init__(self, url: str) -> None:
@@ -142,116 +163,131 @@ class Gateway:
         self._url = url.rstrip("/")
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
 
-    def get(self, path: str) -> dict[str, Any]:
-        """The answer to a GET; a ValueError says why there is none."""
-        return self._ask("GET", path, None)
+    def ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return the answer; a GatewayError says why there is none."""
+        try:
+            answer = httpx.request(
+                method, self._url + path, json=body, headers=self._headers, timeout=30.0
+            )
+        except httpx.HTTPError as error:
+            raise GatewayError(f"{method} {path}: {error or type(error).__name__}") from None
+        if answer.status_code != 200:
+            raise GatewayError(f"{method} {path}: {answer.status_code}, {answer.text[:300]}")
+        fields: dict[str, Any] = answer.json()
+        return fields
 
-    def send(self, method: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a change; a ValueError says why it was refused."""
-        return self._ask(method, path, body)
+    def active(self) -> dict[str, Any]:
+        """The card of what decides."""
+        return self.ask("GET", "/v1/policy")
 
     def lend(self, policy: str, for_s: float) -> tuple[str, str, float]:
         """Let a policy decide for a while; return two labels and the gateway's clock, seconds.
 
         The labels, `name@sha256`, are those of the policy and of what decides else.
         """
-        before = self.get("/v1/policy")
-        answer = self.send("POST", "/v1/policy", {"policy": policy, "for_s": for_s})
+        before = self.active()
+        answer = self.ask("POST", "/v1/policy", {"policy": policy, "for_s": for_s})
         label, other = (f"{card['name']}@{card['sha256']}" for card in (answer, before))
         return label, other, answer["until_s"] - for_s
 
     def check_veto(self) -> None:
         """Raise Vetoed where a person wants that."""
-        if self.get("/v1/autopilot")["vetoed"]:
+        if self.ask("GET", "/v1/autopilot")["vetoed"]:
             raise Vetoed
-
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        try:
-            answer = httpx.request(
-                method, self._url + path, json=body, headers=self._headers, timeout=30.0
-            )
-        except httpx.HTTPError as error:
-            raise ValueError(f"{method} {path}: {error or type(error).__name__}") from None
-        if answer.status_code != 200:
-            raise ValueError(f"{method} {path}: {answer.status_code}, {answer.text[:300]}")
-        found: dict[str, Any] = answer.json()
-        return found
 
 
 @dataclass
 class Autopilot:
-    """The loop over steps; each leaves `progress` written down."""
+    """The loop over steps; each leaves `state` written down."""
 
     args: Args
     console: Console
-    gateway: Gateway
-    progress: Progress = field(default_factory=Progress)
+    gateway: GatewayClient
+    state: AutopilotState = field(default_factory=AutopilotState)
     rows: list[dict[str, Any]] = field(default_factory=list)
     _run: str | None = None
     """MLflow run of the cycle."""
 
     def __post_init__(self) -> None:
         """Take up what was written down, if anything was."""
-        self._state = self.args.log / "autopilot.json"
+        self._file = self.args.log / "autopilot.json"
         self._slo_s = load_scenario(self.args.scenario).slo_response_s
         self._rng = np.random.default_rng(self.args.seed)
-        if self._state.is_file():
+        fail_soon()
+        if self._file.is_file():
             try:
-                self.progress = Progress.model_validate_json(self._state.read_text("utf-8"))
+                self.state = AutopilotState.model_validate_json(self._file.read_text("utf-8"))
             except ValidationError as error:
-                raise ValueError(f"{self._state}: {sentence_of(error)}; delete it") from None
+                raise ValueError(f"{self._file}: {sentence_of(error)}; delete it") from None
 
     def run(self) -> None:
         """Go from step to step, for ever or until a cycle is over.
 
+        For ever it tries again where the gateway, the registry or the disk fails.
+
         Raises:
-            ValueError: The gateway or the log cannot be used.
-            OSError: Progress cannot be written down.
+            ValueError: With `once`, the gateway or the registry cannot be used.
+            OSError: With `once`, the state cannot be written down.
         """
-        steps = {
+        steps: dict[Step, Callable[[], None]] = {
             "training": self._train, "shadow": self._shadow, "comparing": self._compare,
             "watching": self._watch, "waiting": self._wait, "stopped": self._wait,
         }  # fmt: skip
-        while True:
-            step = self.progress.step
-            if self.args.once and step in ("waiting", "watching", "stopped"):
-                return
+        while not (self.args.once and self.state.step in ("waiting", "watching", "stopped")):
             try:
-                self.gateway.check_veto()
-                steps[step]()
-            except Vetoed:
-                self._go_on("stopped", "a person has vetoed it", next_s=time.time())
-                if not self.args.once:
-                    time.sleep(30.0)
+                self._advance(steps[self.state.step])
+            except (GatewayError, RegistryError, OSError) as error:
+                if self.args.once:
+                    raise
+                self._say(f"{error}; it tries again in {_RETRY_S:.0f} s")
+                time.sleep(_RETRY_S)
+
+    def _advance(self, step: Callable[[], None]) -> None:
+        """Do a step, unless a person vetoes it."""
+        try:
+            self.gateway.check_veto()
+            step()
+        except Vetoed:
+            self._go_on("stopped", "a person has vetoed it", next_s=time.time())
+            if not self.args.once:
+                time.sleep(_RETRY_S)
+
+    def _say(self, sentence: str) -> None:
+        self.console.print(sentence, soft_wrap=True, markup=False)
 
     def _go_on(self, step: Step, note: str, **changes: Any) -> None:
         """Write down that a step has begun, tell the gateway, and log a run for it."""
-        self.progress = self.progress.model_copy(update={"step": step, "note": note, **changes})
-        part = self._state.with_suffix(".part")
-        part.write_text(self.progress.model_dump_json(indent=1), encoding="utf-8")
-        part.replace(self._state)
-        progress, gain = self.progress, mean_gain(self.progress.gains)
+        self.state = self.state.model_copy(update={"step": step, "note": note, **changes})
+        part = self._file.with_suffix(".part")
+        part.write_text(self.state.model_dump_json(indent=1), encoding="utf-8")
+        part.replace(self._file)
+        state, gain = self.state, mean_gain([pair.gain for pair in self.state.pairs])
         numbers = (gain.estimate, gain.low, gain.high)
         fractions = [None if math.isnan(number) else math.expm1(number) for number in numbers]
         report = AutopilotReport(
-            step=step, note=note, dry_run=not self.args.act, candidate=progress.candidate,
-            in_place_of=progress.in_place_of, pairs=len(progress.gains),
+            step=step, note=note, dry_run=not self.args.act, candidate=state.candidate,
+            in_place_of=state.in_place_of, pairs=len(state.pairs),
             gain_fraction=fractions[0], gain_ci_low=fractions[1], gain_ci_high=fractions[2],
-            twin_error_fraction=progress.twin_error_fraction, next_s=progress.next_s,
+            twin_error_fraction=state.twin_error_fraction, next_s=state.next_s,
         )  # fmt: skip
-        self.console.print(f"{step}: {note}", soft_wrap=True, markup=False)
+        self._say(f"{step}: {note}")
         self.rows.append(report.model_dump())
         if self.args.act:
-            self.gateway.send("PUT", "/v1/autopilot", report.model_dump())
-        self._log_run(report)
+            self.gateway.ask("PUT", "/v1/autopilot", report.model_dump())
+        if self.args.registry is not None:
+            try:
+                with registry_errors(self.args.registry):
+                    self._log_run(report, self.args.registry)
+            except RegistryError as error:
+                self._say(f"{error}; this step has no run")
 
-    def _log_run(self, report: AutopilotReport) -> None:
+    def _log_run(self, report: AutopilotReport, registry: str) -> None:
         """Make an MLflow run of a step, in the run of its cycle."""
-        if self.args.registry is None:
-            return
         import mlflow
 
-        mlflow.set_tracking_uri(self.args.registry)
+        mlflow.set_tracking_uri(registry)
         mlflow.set_experiment("tokenyard-autopilot")
         if self._run is None:
             with mlflow.start_run(run_name=f"cycle {time.strftime('%Y-%m-%d %H:%M')}") as parent:
@@ -264,24 +300,29 @@ class Autopilot:
             mlflow.log_metrics({k: v for k, v in fields.items() if isinstance(v, float)})
             mlflow.set_tags({k: str(v) for k, v in fields.items() if not isinstance(v, float)})
 
-    def _finish(self, note: str, step: Step = "waiting") -> None:
-        self._go_on(step, note, next_s=time.time() + 3600.0 * self.args.every_h)
+    def _finish(self, note: str, step: Step = "waiting", **changes: Any) -> None:
+        self._go_on(step, note, next_s=time.time() + 3600.0 * self.args.every_h, **changes)
 
     def _wait(self) -> None:
         """Wait for the next cycle, or for other traffic."""
-        next_s, learned = self.progress.next_s or 0.0, self.progress.traffic
         note = "the next cycle begins"
-        while time.time() < next_s:
-            time.sleep(min(60.0, max(next_s - time.time(), 0.0)))
+        while (left_s := (self.state.next_s or 0.0) - time.time()) > 0.0:
+            time.sleep(min(60.0, left_s))
             self.gateway.check_veto()
-            recent = self._newest(_RECENT)
-            if learned is None or len(recent) < _RECENT:
-                continue
-            if np.abs(np.log(np.divide(recent.traffic(), learned))).max() > _DRIFT:
+            if self._traffic_has_changed():
                 note = "the traffic has changed"
                 break
         self._run = None
-        self._go_on("training", note, gains=[], attained=[], candidate=None, in_place_of=None)
+        self._go_on(
+            "training", note, pairs=[], pairs_before_promotion=0, candidate=None, in_place_of=None
+        )
+
+    def _traffic_has_changed(self) -> bool:
+        """Whether rate or lengths are others than those that the last cycle learned from."""
+        recent = self._newest(_RECENT)
+        if self.state.traffic is None or len(recent) < _RECENT:
+            return False
+        return bool(np.abs(np.log(np.divide(recent.traffic(), self.state.traffic))).max() > _DRIFT)
 
     def _train(self) -> None:
         """Learn from the log, and keep what is better on its last part."""
@@ -290,10 +331,15 @@ class Autopilot:
         if len(newest) < _FEWEST_LOGGED:
             few = f"the log holds {len(newest):,} requests of the last month"
             return self._finish(f"{few}; {_FEWEST_LOGGED:,} are needed")
-        found, traffic = _train_in_ray(args, float(newest.arrival_s[0]))
-        error, now = traffic.twin_error_fraction, traffic.now.name if traffic.now else None
+        try:
+            found, traffic = _train_in_ray(args, float(newest.arrival_s[0]))
+        except RegistryError:
+            raise
+        except ValueError as reason:
+            return self._finish(f"nothing can be learned from the log: {reason}")
+        error = traffic.twin_error_fraction
         for remark in found.remarks:
-            self.console.print(remark, soft_wrap=True, markup=False)
+            self._say(remark)
         twin = None
         if isinstance(traffic.fleet, Scenario):
             twin = traffic.fleet.model_dump(mode="json", exclude_none=True)
@@ -301,131 +347,164 @@ class Autopilot:
             "twin": twin, "twin_error_fraction": error,
             "traffic": newest.newest(_RECENT).traffic(),
         }  # fmt: skip
-        self.progress = self.progress.model_copy(update=learned)
+        self.state = self.state.model_copy(update=learned)
         if error is not None and error > MOST_ERROR:
             return self._finish(f"the simulator is off by {error:.0%}, so nothing is tried")
-        choice = found.choice
-        if choice.name == now:
-            return self._finish(f"nothing to gain: {now} decides already, and is best")
-        name = choice.name
-        if choice.artifact is not None:
-            name = str(self._state.parent.resolve() / f"candidate-{choice.artifact.sha256}.npz")
-            choice.artifact.save(Path(name))
-            if args.registry is not None:
-                model = model_name("routing", load_scenario(args.scenario).name)
-                offer(connect(args.registry), model, choice.artifact)
-                name = CANDIDATE
-        active = self.gateway.get("/v1/policy")["active"]
-        what = {"candidate": name, "in_place_of": active}
+        choice, active = found.choice, self.gateway.active()
+        searched = choice.artifact
+        if active["sha256"] == searched.sha256 if searched else active["name"] == choice.name:
+            return self._finish(f"nothing to gain: {choice.name} decides already, and is best")
+        name = choice.name if searched is None else self._offer(searched)
+        what = {"candidate": name, "in_place_of": active["active"]}
         if not args.act:
-            self.progress = self.progress.model_copy(update=what)
-            return self._finish(f"--act would try {name} in place of {active}")
-        self._go_on("shadow", f"{name} runs beside {active} and decides nothing", **what)
+            self.state = self.state.model_copy(update=what)
+            return self._finish(f"--act would try {name} in place of {active['active']}")
+        note = f"{name} runs beside {active['active']} and decides nothing"
+        self._go_on("shadow", note, **what)
+
+    def _offer(self, artifact: PolicyArtifact) -> str:
+        """Put a policy where the gateway can find it; return what the gateway calls it."""
+        path = self._file.parent.resolve() / f"candidate-{artifact.sha256}.npz"
+        artifact.save(path)
+        registry = self.args.registry
+        if registry is not None:
+            model = model_name("routing", load_scenario(self.args.scenario).name)
+            try:
+                offer(connect(registry), model, artifact)
+            except RegistryError as error:
+                self._say(f"{error}; the gateway is given the file")
+            else:
+                return CANDIDATE
+        return str(path)
 
     def _shadow(self) -> None:
         """See whether the candidate can decide what is asked here."""
-        self._change("shadow", policy=self.progress.candidate)
-        ends_s = time.monotonic() + self.args.stretch_s
-        while time.monotonic() < ends_s:
-            self._pause(_LOOK_EVERY_S)
-        experiment = self.gateway.get("/v1/policies")["experiment"] or {}
+        self._change("shadow", policy=self.state.candidate)
+        self._pause(self.args.stretch_s)
+        experiment = self.gateway.ask("GET", "/v1/policies")["experiment"] or {}
         compared, failed = (
             experiment.get(key) or 0 for key in ("decisions_compared", "decisions_failed")
         )
         if not compared or failed:
             why = f"{failed} decisions failed" if failed else "it was asked for no decision"
-            return self._finish(f"{self.progress.candidate} was given up in the shadow: {why}")
+            return self._finish(f"{self.state.candidate} was given up in the shadow: {why}")
         self._change("stop")
         self._go_on("comparing", f"{compared} decisions in the shadow, none failed")
 
     def _compare(self) -> None:
         """Let both decide in turns until a test tells them apart."""
-        candidate, args = str(self.progress.candidate), self.args
+        candidate = str(self.state.candidate)
         if not self._add_pair(lent=candidate):
             return
-        gains, attained = self.progress.gains, self.progress.attained
-        told = verdict(gains, args.alpha, DEFAULT_ALPHA)
-        if (
-            told == "worse"
-            or gains[-1] < -math.log(2.0)
-            or verdict(attained, args.alpha, DEFAULT_ALPHA) == "worse"
-        ):
-            return self._finish(f"{candidate} is worse after {len(gains)} pairs, and was given up")
-        if told == "better":
+        pairs = self.state.pairs
+        conclusion = self._conclusion(pairs)
+        if conclusion == "worse" or pairs[-1].gain < -math.log(2.0):
+            self._finish(f"{candidate} is worse after {len(pairs)} pairs, and was given up")
+        elif conclusion == "better":
             self._change("shadow", policy=candidate)
             self._change("promote")
-            return self._finish(f"promoted {candidate} after {len(gains)} pairs", "watching")
-        if len(gains) >= args.most_pairs:
-            self._finish(f"{candidate} is not told apart in {len(gains)} pairs, and was given up")
+            self._finish(
+                f"promoted {candidate} after {len(pairs)} pairs", "watching",
+                pairs_before_promotion=len(pairs),
+            )  # fmt: skip
+        elif len(pairs) >= self.args.most_pairs:
+            self._finish(f"{candidate} is not told apart in {len(pairs)} pairs, and was given up")
 
     def _watch(self) -> None:
         """Let the former policy decide now and then, and go back to it where it is better."""
-        former = str(self.progress.in_place_of)
-        if time.time() >= (self.progress.next_s or 0.0) or not is_rule(former):
+        former = str(self.state.in_place_of)
+        if time.time() >= (self.state.next_s or 0.0) or not is_rule(former):
             return self._go_on("waiting", "the promoted policy decides")
         for _ in range(_WATCH_PAUSE):
             self._pause(self.args.stretch_s)
+        if self._traffic_has_changed():
+            return self._go_on("waiting", "the traffic has changed", next_s=time.time())
         if not self._add_pair(lent=former):
             return
-        if verdict(self.progress.gains, self.args.alpha, DEFAULT_ALPHA) == "worse":
+        if self._conclusion(self.state.pairs[self.state.pairs_before_promotion :]) == "worse":
             self._change("rollback")
             self._finish(f"went back to {former}: what was promoted has become worse")
+
+    def _conclusion(self, pairs: list[Pair]) -> Literal["better", "worse"] | None:
+        """What the pairs say of the candidate; fewer answers within the SLO are worse too."""
+        alpha = self.args.alpha
+        attained = verdict([pair.attained for pair in pairs], alpha, DEFAULT_ALPHA)
+        if attained == "worse":
+            return attained
+        return verdict([pair.gain for pair in pairs], alpha, DEFAULT_ALPHA)
 
     def _add_pair(self, lent: str) -> bool:
         """Let a policy decide for a stretch beside one without it, in random order.
 
-        False: there were too few requests to tell anything.
+        False: there were too few requests to tell anything, or one policy decides in both.
         """
         stretch_s, lends_first = self.args.stretch_s, bool(self._rng.integers(2))
-        candidate_is_lent = lent == self.progress.candidate
         if not lends_first:
             self._pause(stretch_s)
-        label, other, begins_s = self.gateway.lend(lent, stretch_s)
+        label, other, from_s = self.gateway.lend(lent, stretch_s)
+        if label == other:
+            self._finish(f"somebody has made {lent} decide")
+            return False
         self._pause(stretch_s * (1.0 + lends_first))
         self._pause(_FLUSHED_S + min(self._slo_s, stretch_s))
-        other_s = begins_s + (stretch_s if lends_first else -stretch_s)
-        # With what came shortly before, so that the simulator's fleet is busy.
-        outcomes = read_outcomes(self.args.log, min(begins_s, other_s) - 2.0 * stretch_s)
-        outcomes = replace(outcomes, simulated_s=self._simulated_s(outcomes))
-        settle_s = _SETTLE_SHARE * stretch_s
-        with_it = outcomes.between(begins_s + settle_s, begins_s + stretch_s)
-        with_it = with_it.where(with_it.policy == label)
-        without = outcomes.between(other_s + settle_s, other_s + stretch_s)
-        without = without.where(without.policy == other)
-        new, old = (with_it, without) if candidate_is_lent else (without, with_it)
-        if min(len(new), len(old)) < _FEWEST_REQUESTS:
-            self._go_on(self.progress.step, f"fewer than {_FEWEST_REQUESTS} requests in a stretch")
+        newest = Pair(
+            lent=label, other=other, lent_from_s=from_s,
+            other_from_s=from_s + (stretch_s if lends_first else -stretch_s),
+            candidate_is_lent=lent == self.state.candidate,
+        )  # fmt: skip
+        measured = self._measure(newest)
+        if measured is None:
+            self._go_on(self.state.step, f"fewer than {_FEWEST_REQUESTS} requests in a stretch")
             return False
+        pairs = self.state.pairs
+        # Requests that had not ended when the pair before was measured have ended meanwhile.
+        pairs = [*pairs[:-1], *(self._measure(pair) or pair for pair in pairs[-1:]), measured]
+        note = f"pair {len(pairs)}: {math.expm1(measured.gain):+.1%}"
+        self._go_on(self.state.step, note, pairs=pairs)
+        return True
+
+    def _measure(self, pair: Pair) -> Pair | None:
+        """A pair with its outcomes, as far as its requests have ended; None: they are too few."""
+        stretch_s = self.args.stretch_s
+        begins_s = min(pair.lent_from_s, pair.other_from_s)
+        # With what came shortly before, so that the simulator's fleet is busy.
+        outcomes = read_outcomes(self.args.log, begins_s - 2.0 * stretch_s)
+        outcomes = outcomes.between(0.0, begins_s + 2.0 * stretch_s)
+        outcomes = replace(outcomes, simulated_s=self._simulated_s(outcomes))
+
+        def decided(label: str, from_s: float) -> LoggedOutcomes:
+            settled_s = from_s + _SETTLE_SHARE * stretch_s
+            stretch = outcomes.between(settled_s, from_s + stretch_s)
+            return stretch.where(stretch.policy == label)
+
+        new, old = decided(pair.lent, pair.lent_from_s), decided(pair.other, pair.other_from_s)
+        if not pair.candidate_is_lent:
+            new, old = old, new
+        if min(len(new), len(old)) < _FEWEST_REQUESTS:
+            return None
         # What was not answered has waited as long as any.
         longest_s = max(new.longest_s(), old.longest_s(), self._slo_s)
         gain = math.log(old.mean_over_simulated(longest_s) / new.mean_over_simulated(longest_s))
         attained = new.attained(self._slo_s) - old.attained(self._slo_s)
-        self._go_on(
-            self.progress.step, f"pair {len(self.progress.gains) + 1}: {math.expm1(gain):+.1%}",
-            gains=[*self.progress.gains, gain], attained=[*self.progress.attained, attained],
-        )  # fmt: skip
-        return True
+        return pair.model_copy(update={"gain": gain, "attained": attained})
 
-    def _simulated_s(self, outcomes: Outcomes) -> FloatArray | None:
+    def _simulated_s(self, outcomes: LoggedOutcomes) -> FloatArray | None:
         """Responses of these requests if the former policy had decided about all, seconds.
 
         What is measured is divided by them, so that a burst in one stretch is not put down to who
-        decided then. They depend on what came alone, which leaves the test valid.
+        decided then. They depend on what was asked, and not on who decided but where an answer
+        broke off.
         """
-        if self.progress.twin is None:
+        if self.state.twin is None or not len(outcomes):
             return None
-        scenario = Scenario.model_validate(self.progress.twin)
-        former = str(self.progress.in_place_of)
+        scenario = Scenario.model_validate(self.state.twin)
+        former = str(self.state.in_place_of)
         rule = former if is_rule(former) else rule_for(scenario.name)
-        trace = Trace(
-            outcomes.arrival_s - outcomes.arrival_s[0], outcomes.context_tokens.astype(np.int64),
-            np.maximum(outcomes.output_tokens, 1.0).astype(np.int64),
-        )  # fmt: skip
-        streams = StreamSet([StreamSource(scenario).encode(trace)], "what was sent")
+        streams = StreamSet([StreamSource(scenario).encode(outcomes.trace)], "what was sent")
         (run,) = rule_runs(PROBLEM, rule, scenario, streams)
         return run.outcomes.response_s
 
-    def _newest(self, count: int) -> Outcomes:
+    def _newest(self, count: int) -> LoggedOutcomes:
         """The newest requests of the log, as far as the last month has so many."""
         span_s = 3600.0
         while True:
@@ -435,7 +514,7 @@ class Autopilot:
             span_s = min(4.0 * span_s, _MONTH_S)
 
     def _change(self, action: str, **fields: Any) -> None:
-        self.gateway.send("POST", "/v1/policies", {"action": action, **fields})
+        self.gateway.ask("POST", "/v1/policies", {"action": action, **fields})
 
     def _pause(self, seconds: float) -> None:
         """Wait, and look whether a person wants it to stop."""
@@ -446,15 +525,23 @@ class Autopilot:
 
 
 def _train_in_ray(args: Args, since_s: float) -> tuple[Found, Traffic]:
-    """Train on a log in a task of Ray; return also what was read."""
+    """Train on a log in a task of Ray; return also what was read.
+
+    Raises:
+        ValueError: As `_train_on_log` does.
+    """
     import ray
+    from ray.exceptions import RayTaskError
 
     from tune_configs.tuner import start_ray
 
     if not ray.is_initialized():
         start_ray(1)
     task = ray.remote(num_cpus=1, max_retries=2)(_train_on_log)
-    result: tuple[Found, Traffic] = ray.get(task.remote(args, since_s))
+    try:
+        result: tuple[Found, Traffic] = ray.get(task.remote(args, since_s))
+    except RayTaskError as error:
+        raise error.cause from None
     return result
 
 
@@ -471,7 +558,7 @@ def _train_on_log(args: Args, since_s: float) -> tuple[Found, Traffic]:
 def main(args: Args) -> None:
     console = Console(highlight=False)
     try:
-        autopilot = Autopilot(args, console, Gateway(args.url))
+        autopilot = Autopilot(args, console, GatewayClient(args.url))
         autopilot.run()
     except (ValueError, OSError) as error:
         sys.exit(f"autopilot: {error}")

@@ -35,7 +35,7 @@ from tokenyard.provenance import (
 from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.comparison import (
     HEADINGS,
-    Verdict,
+    Conclusion,
     cells,
     judged,
     tables,
@@ -117,7 +117,7 @@ def policies(traffic: Traffic, found: Found) -> list[Played]:
     return played + ([] if found.searched is None else [Played("searched", found.searched)])
 
 
-def compare(args: Args, console: Console) -> tuple[list[Row], Verdict]:
+def compare(args: Args, console: Console) -> tuple[list[Row], Conclusion]:
     """Play, judge, and print; the page is written where one is asked for.
 
     Raises:
@@ -173,7 +173,7 @@ def made(own: OwnTraffic, played: list[Played], found: Found) -> list[str]:
     ]
 
 
-def show(found: list[tuple[str, list[Row]]], verdict: Verdict, console: Console) -> None:
+def show(found: list[tuple[str, list[Row]]], verdict: Conclusion, console: Console) -> None:
     """Print the verdict and the tables at the load and at half of it."""
     console.print(f"\n[bold]{escape(verdict.headline)}[/]", soft_wrap=True)
     for sentence in verdict.sentences:

@@ -65,13 +65,13 @@ def mlflow_lookup(tracking_uri: str, alias: str = CHAMPION) -> RegistryLookup:
     def lookup(model: str) -> RegisteredPolicy | None:
         if is_missing(tracking_uri):
             return None
-        with _named(tracking_uri):
+        with registry_errors(tracking_uri):
             client = _impatient(tracking_uri)
             version = version_of(client, model, alias)
         if version is None:
             return None
         what = f"{model} version {version.version}"
-        with _named(f"{tracking_uri}: files of {what} cannot be read"):
+        with registry_errors(f"{tracking_uri}: files of {what} cannot be read"):
             folder = _download(client, version)
         path = _policy_file(folder, what)
         return RegisteredPolicy(path, str(version.version), alias, version.run_id or None)
@@ -157,7 +157,7 @@ def offer(client: MlflowClient, model: str, artifact: TrainedPolicy) -> str:
     Raises:
         RegistryError: The registry cannot be written.
     """
-    with _named(client.tracking_uri):
+    with registry_errors(client.tracking_uri):
         run_id = _log(client, _OFFERS, model, artifact)
         version = _find(client, model, artifact) or _add(client, model, run_id, artifact)
         client.set_registered_model_alias(model, CANDIDATE, version)
@@ -174,7 +174,7 @@ def enter(
     Raises:
         ArtifactError: The registry cannot be written.
     """
-    with _named(tracking_uri):
+    with registry_errors(tracking_uri):
         client = _impatient(tracking_uri)
         version = _find(client, model, artifact)
         if version is None:
@@ -214,7 +214,7 @@ def settle(
     """
     # A registry that is away for a while must not be replaced by a new one.
     _refuse_missing(tracking_uri)
-    with _named(tracking_uri):
+    with registry_errors(tracking_uri):
         client = _impatient(tracking_uri)
         now = aliases_of(client, model)
         if now.get(CHAMPION) not in {None, wanted.get(CHAMPION), *known}:
@@ -229,10 +229,15 @@ def settle(
 
 
 def _impatient(tracking_uri: str) -> MlflowClient:
-    # MLflow tries for minutes by itself; by then the caller has been told that it did not work.
+    # By default MLflow goes on for minutes; by then whoever asked has been told that it failed.
+    fail_soon()
+    return connect(tracking_uri)
+
+
+def fail_soon() -> None:
+    """Let this process give up on a registry that does not answer within seconds."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
-    return connect(tracking_uri)
 
 
 def _find(client: MlflowClient, model: str, artifact: TrainedPolicy) -> str | None:
@@ -300,7 +305,7 @@ def _policy_file(folder: Path, what: str) -> Path:
 
 
 @contextmanager
-def _named(registry: str) -> Iterator[None]:
+def registry_errors(registry: str) -> Iterator[None]:
     """Turn what MLflow says into one sentence that names the registry."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError

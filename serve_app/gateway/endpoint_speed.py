@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from serve_app.cluster import EngineProfile, ExternalPool
-from tokenyard.perf.online import AnswerMeter, BatchLimit, ReplicaEstimator
+from tokenyard.perf.online import AnswerMeter, BatchLimitEstimator, ReplicaEstimator
 from tokenyard.routing.fleet import IterationSpeed
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class EndpointSpeed:
         self.contradiction: str | None = None
         """What the answers say against the declared profile; None: nothing."""
         self._url, self._pool, self._estimator = url, pool, estimator
-        self._limit, self._known = BatchLimit(), pool.prior.completed(None, None)
+        self._limit, self._known = BatchLimitEstimator(), pool.prior.completed(None, None)
         self._sizes: tuple[int | None, float | None] = (None, None)
         self.profile = self._known
 

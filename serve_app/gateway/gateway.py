@@ -30,7 +30,7 @@ from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
 from serve_app.gateway.replicas import Prompt, ReplicaTable
 from serve_app.gateway.tracing import Tracing
 from serve_app.models import ModelCatalog, ServedModel
-from serve_app.policy.autopilot import Autopilot
+from serve_app.policy.autopilot import AutopilotStatus
 from serve_app.policy.manager import PolicyManager
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.workload.answer_lengths import AnswerLengths
@@ -68,7 +68,7 @@ class Gateway:
         self.history = History()
         self.outliers = OutlierDetector(self.cluster.outlier_ejection)
         self.answer_lengths = AnswerLengths()
-        self.autopilot = Autopilot()
+        self.autopilot = AutopilotStatus()
         self._placement = Placement(
             self.cluster, self.manager.picker, self.backends, self.table, self.history,
             self.outliers, self.metrics, self.answer_lengths, self.clock_s,

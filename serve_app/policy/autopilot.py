@@ -49,7 +49,7 @@ class AutopilotAnswer(BaseModel):
     """Unix time of the report, seconds."""
 
 
-class Autopilot:
+class AutopilotStatus:
     """The last report, and the veto, which outlives the gateway."""
 
     def __init__(self) -> None:

@@ -289,7 +289,7 @@ def _on_grid(log: FloatArray) -> FloatArray:
     return np.asarray(np.exp(np.round(log / _GRID) * _GRID))
 
 
-class BatchLimit:
+class BatchLimitEstimator:
     """The most sequences that an engine runs at once, from what it says runs and waits."""
 
     def __init__(self) -> None:

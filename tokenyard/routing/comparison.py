@@ -28,7 +28,7 @@ _CLAIMS = ("delta_", "sustainable_")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Conclusion:
     """What a comparison comes to."""
 
     headline: str
@@ -37,7 +37,7 @@ class Verdict:
     """Whether the simulator is too far off for any claim."""
 
 
-def judged(rows: Sequence[Row], served: str, goal: float, error: float) -> Verdict:
+def judged(rows: Sequence[Row], served: str, goal: float, error: float) -> Conclusion:
     """Say what a policy gains over the first, and how far the simulator can be believed.
 
     Args:
@@ -59,7 +59,7 @@ def judged(rows: Sequence[Row], served: str, goal: float, error: float) -> Verdi
             "Check GPUs, models and batch limits in the fleet file, or let pipelines/calibrate.py "
             "--url write one."
         )
-        return Verdict("The simulator is not your fleet: no gain is claimed", [about, why], True)
+        return Conclusion("The simulator is not your fleet: no gain is claimed", [about, why], True)
     twin = f"The simulator's mean response is {error:.0%} off the measured one."
     if math.isnan(error):
         twin = (
@@ -68,7 +68,7 @@ def judged(rows: Sequence[Row], served: str, goal: float, error: float) -> Verdi
         )
     if not others:
         headline = f"Nothing to gain here: {now['policy']} is the best rule already"
-        return Verdict(headline, [about, twin])
+        return Conclusion(headline, [about, twin])
     row = next((row for row in others if row["policy"] == served), others[-1])
     name = "the searched policy" if row["role"] == "searched" else str(row["policy"])
     ours, theirs = (float(one["sustainable_load_per_s"]) for one in (row, now))
@@ -88,7 +88,7 @@ def judged(rows: Sequence[Row], served: str, goal: float, error: float) -> Verdi
         few = math.isnan(mean.low) or math.isnan(load.low)
         nothing = f"Nothing to gain here: stay with {of_today}"
         unknown = "These requests are too few to tell the policies apart"
-        return Verdict(unknown if few else nothing, sentences)
+        return Conclusion(unknown if few else nothing, sentences)
     if mean.high < 0.0:
         headline = f"{name} answers {-mean.estimate:.1%} sooner on average than {of_today}"
     elif fewer_late:
@@ -98,7 +98,7 @@ def judged(rows: Sequence[Row], served: str, goal: float, error: float) -> Verdi
         )
     else:
         headline = f"{name} carries {load.estimate:.1%} more requests in SLO than {of_today}"
-    return Verdict(headline, sentences)
+    return Conclusion(headline, sentences)
 
 
 def _change(row: Row, what: str) -> Interval:
@@ -151,7 +151,7 @@ def _number(value: float) -> str:
 
 
 def write_page(
-    path: Path, rows: Sequence[Row], load: float, verdict: Verdict, goal: float,
+    path: Path, rows: Sequence[Row], load: float, verdict: Conclusion, goal: float,
     told: Sequence[str],
 ) -> None:  # fmt: skip
     """Write one HTML file that needs nothing else; its folder is created.

@@ -51,7 +51,7 @@ class LoggedDecision:
 
 
 @dataclass(frozen=True, eq=False)
-class Outcomes:
+class LoggedOutcomes:
     """When requests came, who decided, and what became of them; arrays of shape (num,)."""
 
     arrival_s: FloatArray
@@ -69,17 +69,17 @@ class Outcomes:
         """How many requests."""
         return len(self.arrival_s)
 
-    def where(self, chosen: npt.NDArray[np.bool_] | slice) -> Outcomes:
+    def where(self, chosen: npt.NDArray[np.bool_] | slice) -> LoggedOutcomes:
         """Some of them."""
         columns = {each.name: getattr(self, each.name) for each in fields(self)}
         kept = {name: column[chosen] for name, column in columns.items() if column is not None}
-        return Outcomes(**kept)
+        return LoggedOutcomes(**kept)
 
-    def between(self, from_s: float, to_s: float) -> Outcomes:
+    def between(self, from_s: float, to_s: float) -> LoggedOutcomes:
         """Those that came in a span of time, Unix time, seconds."""
         return self.where((self.arrival_s >= from_s) & (self.arrival_s < to_s))
 
-    def newest(self, count: int) -> Outcomes:
+    def newest(self, count: int) -> LoggedOutcomes:
         """The last ones."""
         return self.where(slice(-count, None))
 
@@ -99,14 +99,21 @@ class Outcomes:
         """Share that was answered within an SLO."""
         return float((self.response_s <= slo_s).mean())
 
+    @property
+    def trace(self) -> Trace:
+        """What was asked, from the first arrival on; answers are as long as they had become."""
+        output_tokens = np.maximum(self.output_tokens, 1.0).astype(np.int64)
+        arrival_s = self.arrival_s - self.arrival_s[0]
+        return Trace(arrival_s, self.context_tokens.astype(np.int64), output_tokens)
+
     def traffic(self) -> tuple[float, float, float]:
         """Requests a second, and mean prompt and answer, tokens."""
-        span_s = max(float(self.arrival_s[-1] - self.arrival_s[0]), 1e-3)
-        means = self.context_tokens.mean(), np.maximum(self.output_tokens, 1.0).mean()
-        return len(self) / span_s, max(float(means[0]), 1.0), float(means[1])
+        trace = self.trace
+        means = trace.context_tokens.mean(), trace.generated_tokens.mean()
+        return len(self) / max(trace.duration_s, 1e-3), max(float(means[0]), 1.0), float(means[1])
 
 
-def read_outcomes(folder: Path, since_s: float) -> Outcomes:
+def read_outcomes(folder: Path, since_s: float) -> LoggedOutcomes:
     """Read what became of requests in a decision log, without what was known of replicas.
 
     Args:
@@ -136,7 +143,7 @@ def read_outcomes(folder: Path, since_s: float) -> Outcomes:
     answered = frame["outcome"].isin(_DONE)
     response_s = frame["response_s"].where(answered, math.inf).fillna(math.inf)
     numbers = {name: frame[name].to_numpy(np.float64) for name in columns[2:4]}
-    return Outcomes(
+    return LoggedOutcomes(
         frame["arrival_s"].to_numpy(np.float64), response_s.to_numpy(np.float64),
         **numbers, policy=frame["policy"].to_numpy(np.str_),
     )  # fmt: skip

@@ -18,7 +18,6 @@ from typing import Literal
 
 from tokenyard.statistics.intervals import MIN_BLOCKS, Interval, t_interval
 
-Verdict = Literal["better", "worse"]
 _STAKES = (0.3, 0.6, 0.9)
 """Shares of the capital that are bet on a pair of usual difference, each with a third of it."""
 
@@ -43,7 +42,9 @@ def bet(differences: Sequence[float]) -> float:
     return sum(capitals) / len(capitals)
 
 
-def verdict(gains: Sequence[float], alpha: float, alpha_worse: float) -> Verdict | None:
+def verdict(
+    gains: Sequence[float], alpha: float, alpha_worse: float
+) -> Literal["better", "worse"] | None:
     """Say whether a policy is better than another, or worse; None: it cannot be told yet.
 
     Args:

@@ -12,7 +12,14 @@ from unit.serve.test_serve_external import BODY, a_cluster, gateway_before
 from unit.stub_endpoint import stubs
 
 from pipelines import autopilot as command
-from pipelines.autopilot import Args, Autopilot, Gateway
+from pipelines.autopilot import (
+    Args,
+    Autopilot,
+    AutopilotState,
+    GatewayClient,
+    GatewayError,
+    Pair,
+)
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.http.free_port import free_port
 from serve_app.http.listener import Listener
@@ -80,7 +87,7 @@ def quick(monkeypatch):
 def an_autopilot(url, folder, **options):
     settings = {"act": True, "once": True, "stretch_s": 0.8, "scenario": "conversation_mixed_gpus"}
     args = Args(url=url, log=folder, **(settings | options))
-    pilot = Autopilot(args, Console(quiet=True), Gateway(url))
+    pilot = Autopilot(args, Console(quiet=True), GatewayClient(url))
     pilot._slo_s = 0.2
     return pilot
 
@@ -101,7 +108,7 @@ def test_what_is_better_in_turns_is_promoted_and_reported(tmp_path, quick):
         until_logged(tmp_path)
         pilot = an_autopilot(url, tmp_path, alpha=0.05)
         pilot.run()
-        assert pilot.progress.step == "watching", pilot.progress
+        assert pilot.state.step == "watching", pilot.state
         assert get(url, "/v1/policy")["active"] == "least_connections"
         report = get(url, "/v1/autopilot")["report"]
         assert report["candidate"] == "least_connections"
@@ -116,7 +123,7 @@ def test_what_is_much_worse_is_given_up_and_what_decided_goes_on(tmp_path, quick
         until_logged(tmp_path)
         pilot = an_autopilot(url, tmp_path)
         pilot.run()
-        assert "given up" in pilot.progress.note
+        assert "given up" in pilot.state.note
         assert get(url, "/v1/policy")["active"] == "least_connections"
 
 
@@ -126,12 +133,12 @@ def test_a_simulator_that_is_far_off_and_a_dry_run_try_nothing(tmp_path, quick):
         quick["error"] = 0.4
         pilot = an_autopilot(url, tmp_path)
         pilot.run()
-        assert "off by 40%" in pilot.progress.note
+        assert "off by 40%" in pilot.state.note
         quick["error"] = 0.05
         (tmp_path / "autopilot.json").unlink()
         dry = an_autopilot(url, tmp_path, act=False)
         dry.run()
-        assert "--act would try least_connections" in dry.progress.note
+        assert "--act would try least_connections" in dry.state.note
         policies = get(url, "/v1/policies")
         assert policies["experiment"] is None
         assert get(url, "/v1/policy")["num_decisions"] > 0
@@ -143,7 +150,7 @@ def test_a_log_that_is_too_short_to_judge_by_ends_the_cycle(tmp_path, quick, mon
         until_logged(tmp_path)
         pilot = an_autopilot(url, tmp_path)
         pilot.run()
-        assert "1,000,000 are needed" in pilot.progress.note
+        assert "1,000,000 are needed" in pilot.state.note
 
 
 def test_it_goes_on_where_it_died_and_the_turn_it_gave_ends_by_itself(tmp_path, quick, monkeypatch):
@@ -156,12 +163,12 @@ def test_it_goes_on_where_it_died_and_the_turn_it_gave_ends_by_itself(tmp_path, 
             lends.append(policy)
             if len(lends) == 2:
                 # As kill -9 in the middle of a turn: nothing is tidied up.
-                self.send("POST", "/v1/policy", {"policy": policy, "for_s": for_s})
+                self.ask("POST", "/v1/policy", {"policy": policy, "for_s": for_s})
                 raise KeyboardInterrupt
             return lend(self, policy, for_s)
 
-        lend = Gateway.lend
-        monkeypatch.setattr(Gateway, "lend", dies)
+        lend = GatewayClient.lend
+        monkeypatch.setattr(GatewayClient, "lend", dies)
         with pytest.raises(KeyboardInterrupt):
             pilot.run()
         assert get(url, "/v1/policy")["active"] == "least_connections"
@@ -169,9 +176,9 @@ def test_it_goes_on_where_it_died_and_the_turn_it_gave_ends_by_itself(tmp_path, 
         while get(url, "/v1/policy")["active"] != "round_robin":
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
-        monkeypatch.setattr(Gateway, "lend", lend)
+        monkeypatch.setattr(GatewayClient, "lend", lend)
         again = an_autopilot(url, tmp_path)
-        assert (again.progress.step, len(again.progress.gains)) == ("comparing", 1)
+        assert (again.state.step, len(again.state.pairs)) == ("comparing", 1)
         again.run()
         assert get(url, "/v1/policy")["active"] == "least_connections"
 
@@ -190,5 +197,90 @@ def test_a_persons_veto_ends_the_turn_and_the_cycle(tmp_path, quick):
 
         pilot.gateway.lend = vetoed
         pilot.run()
-        assert pilot.progress.step == "stopped"
+        assert pilot.state.step == "stopped"
         assert get(url, "/v1/policy")["active"] == "round_robin"
+
+
+def test_what_was_promoted_is_rolled_back_once_it_has_become_worse(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(command, "_WATCH_PAUSE", 0)
+    with site(tmp_path, policy="least_connections") as url:
+        until_logged(tmp_path)
+        pilot = an_autopilot(url, tmp_path, alpha=0.05)
+        # Traffic of a moment ago made round robin look better, by pairs that are long past.
+        httpx.post(url + "/v1/policy", json={"policy": "round_robin"})
+        gone = Pair(
+            lent="a", other="b", lent_from_s=0.0, other_from_s=1.0, candidate_is_lent=True, gain=2.0
+        )
+        pilot.state = AutopilotState(
+            step="watching", candidate="round_robin", in_place_of="least_connections",
+            pairs=[gone] * 9, pairs_before_promotion=9, next_s=time.time() + 600.0,
+        )  # fmt: skip
+        while pilot.state.step == "watching":
+            pilot._watch()
+        assert "went back to least_connections" in pilot.state.note
+        assert get(url, "/v1/policy")["active"] == "least_connections"
+
+
+def test_a_policy_that_somebody_has_promoted_meanwhile_is_not_compared_with_itself(tmp_path, quick):
+    with site(tmp_path) as url:
+        until_logged(tmp_path)
+        pilot = an_autopilot(url, tmp_path)
+        pilot.state = AutopilotState(
+            step="comparing", candidate="least_connections", in_place_of="round_robin"
+        )
+        httpx.post(url + "/v1/policy", json={"policy": "least_connections"})
+        pilot.run()
+        assert pilot.state.note == "somebody has made least_connections decide"
+
+
+def test_requests_that_end_late_are_counted_when_the_next_pair_is_added(tmp_path, quick):
+    with site(tmp_path) as url:
+        until_logged(tmp_path)
+        pilot = an_autopilot(url, tmp_path)
+        pilot.state = AutopilotState(
+            step="comparing", candidate="least_connections", in_place_of="round_robin"
+        )
+        assert pilot._add_pair("least_connections")
+        first = pilot.state.pairs[0]
+        pilot.state = pilot.state.model_copy(
+            update={"pairs": [first.model_copy(update={"gain": -9.0})]}
+        )
+        assert pilot._add_pair("least_connections")
+        assert pilot.state.pairs[0] == first
+
+
+def test_a_gateway_that_is_away_and_a_disk_that_is_full_are_waited_for(
+    tmp_path, quick, monkeypatch
+):
+    monkeypatch.setattr(command, "_RETRY_S", 0.1)
+    with site(tmp_path) as url:
+        until_logged(tmp_path)
+        pilot = an_autopilot(url, tmp_path, once=False, every_h=1e-9)
+        failures = iter([GatewayError("GET /v1/autopilot: refused"), OSError(28, "No space left")])
+        said, real = [], pilot._go_on
+
+        def go_on(step, note, **changes):
+            failure = next(failures, None)
+            if failure is not None:
+                raise failure
+            if step == "comparing":
+                raise KeyboardInterrupt
+            real(step, note, **changes)
+
+        monkeypatch.setattr(pilot, "_go_on", go_on)
+        monkeypatch.setattr(pilot, "_say", said.append)
+        with pytest.raises(KeyboardInterrupt):
+            pilot.run()
+        assert ["refused" in said[0], "No space left" in said[1]] == [True, True]
+
+
+def test_a_registry_that_is_down_costs_the_run_and_not_the_cycle(tmp_path, quick):
+    with site(tmp_path) as url:
+        until_logged(tmp_path)
+        away = f"http://127.0.0.1:{free_port()}"
+        pilot = an_autopilot(url, tmp_path, registry=away)
+        said = []
+        pilot._say = said.append
+        pilot.run()
+        assert pilot.state.step == "watching"
+        assert any(away in sentence and "has no run" in sentence for sentence in said)

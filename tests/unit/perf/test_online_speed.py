@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.slow_engine import Engine, Job, simulate
 
-from tokenyard.perf.online import GENERIC_ITERATION, AnswerMeter, BatchLimit, PoolEstimator
+from tokenyard.perf.online import GENERIC_ITERATION, AnswerMeter, BatchLimitEstimator, PoolEstimator
 
 
 def a_stretch(rng, iteration, noise=0.05):
@@ -231,7 +231,7 @@ def test_tokens_of_others_count_where_an_endpoint_publishes_that_it_has_more():
 
 
 def test_an_engine_is_full_where_requests_wait_though_no_more_run():
-    limit = BatchLimit()
+    limit = BatchLimitEstimator()
     for running in (1, 5, 9, 14, 16):
         limit.observe(running, 3)  # Prompts take turns.
     assert limit.estimate is None
