@@ -213,7 +213,8 @@ def test_what_was_promoted_is_rolled_back_once_it_has_become_worse(tmp_path, qui
         )
         pilot.state = AutopilotState(
             step="watching", candidate="round_robin", in_place_of="least_connections",
-            pairs=[gone] * 9, pairs_before_promotion=9, next_s=time.time() + 600.0,
+            pairs=[gone] * 9 + [gone.model_copy(update={"gain": -1.0})] * 5,
+            pairs_before_promotion=9, next_s=time.time() + 600.0,
         )  # fmt: skip
         while pilot.state.step == "watching":
             pilot._watch()
@@ -274,7 +275,8 @@ def test_a_gateway_that_is_away_and_a_disk_that_is_full_are_waited_for(
         assert ["refused" in said[0], "No space left" in said[1]] == [True, True]
 
 
-def test_a_registry_that_is_down_costs_the_run_and_not_the_cycle(tmp_path, quick):
+def test_a_registry_that_is_down_costs_the_run_and_not_the_cycle(tmp_path, quick, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with site(tmp_path) as url:
         until_logged(tmp_path)
         away = f"http://127.0.0.1:{free_port()}"
