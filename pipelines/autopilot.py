@@ -93,7 +93,7 @@ class Args:
     act: bool = False
     """Try and promote; without it, only say what would be tried."""
     once: bool = False
-    """End after one cycle."""
+    """Do one cycle now, or the rest of one that was broken off, and end."""
     every_h: float = 24.0
     """Hours from one cycle to the next."""
     minutes: float = 10.0
@@ -235,7 +235,10 @@ class Autopilot:
             "training": self._train, "shadow": self._shadow, "comparing": self._compare,
             "watching": self._watch, "waiting": self._wait, "stopped": self._wait,
         }  # fmt: skip
-        while not (self.args.once and self.state.step in ("waiting", "watching", "stopped")):
+        between_cycles = ("waiting", "watching", "stopped")
+        if self.args.once and self.state.step in between_cycles:
+            self._begin("one cycle was asked for")
+        while not (self.args.once and self.state.step in between_cycles):
             try:
                 self._advance(steps[self.state.step])
             except (GatewayError, RegistryError, OSError) as error:
@@ -312,6 +315,9 @@ class Autopilot:
             if self._traffic_has_changed():
                 note = "the traffic has changed"
                 break
+        self._begin(note)
+
+    def _begin(self, note: str) -> None:
         self._run = None
         self._go_on(
             "training", note, pairs=[], pairs_before_promotion=0, candidate=None, in_place_of=None

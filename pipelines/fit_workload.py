@@ -32,8 +32,8 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How one shipped model is fitted."""
+class FittedPart:
+    """The part of a trace that a shipped model is fitted to, and how."""
 
     trace: str
     num_train: int
@@ -44,7 +44,7 @@ class Recipe:
     """Of the model's name."""
 
 
-CODE, CONV = Recipe("azure_code", 5000, 0.5, 6), Recipe("azure_conv", 7000, 2.0, 3)
+CODE, CONV = FittedPart("azure_code", 5000, 0.5, 6), FittedPart("azure_conv", 7000, 2.0, 3)
 SHIPPED = (
     CODE,
     CONV,
@@ -74,23 +74,23 @@ class Args(TraceOptions):
     """Write the result rows to this file."""
 
 
-def write_model(recipe: Recipe) -> Row:
+def write_model(part: FittedPart) -> Row:
     """Fit one shipped model to its training part and write its file."""
-    path = find_trace(recipe.trace)
+    path = find_trace(part.trace)
     if path is None:
-        sys.exit(f"trace {recipe.trace} not found; run python pipelines/fetch_traces.py")
+        sys.exit(f"trace {part.trace} not found; run python pipelines/fetch_traces.py")
     trace = read_trace(path)[0]
     scaled = ""
-    if recipe.length_scale != 1.0:
-        trace = trace.with_lengths_scaled(recipe.length_scale)
-        scaled = f", lengths times {recipe.length_scale:g}"
+    if part.length_scale != 1.0:
+        trace = trace.with_lengths_scaled(part.length_scale)
+        scaled = f", lengths times {part.length_scale:g}"
     provenance = (
-        f"first {recipe.num_train} requests of the Azure LLM inference trace 2023 "
-        f"({recipe.trace.removeprefix('azure_')}){scaled}, github.com/Azure/AzurePublicDataset, "
+        f"first {part.num_train} requests of the Azure LLM inference trace 2023 "
+        f"({part.trace.removeprefix('azure_')}){scaled}, github.com/Azure/AzurePublicDataset, "
         "CC-BY 4.0; Patel et al., Splitwise, ISCA 2024"
     )
-    train, name = trace.head(recipe.num_train), recipe.trace + recipe.suffix
-    model = fit_workload(train, name, provenance, recipe.dt_s, recipe.num_states)
+    train, name = trace.head(part.num_train), part.trace + part.suffix
+    model = fit_workload(train, name, provenance, part.dt_s, part.num_states)
     return _write(model, MODELS / f"{name}.json")
 
 
@@ -152,7 +152,7 @@ def fit(args: Args) -> list[Row]:
     if args.trace is not None and args.out is not None:
         rows = [write_own(args, args.trace, args.out)]
     else:
-        rows = [write_model(recipe) for recipe in SHIPPED]
+        rows = [write_model(part) for part in SHIPPED]
     for row in rows:
         print(
             "{path}: {num_requests} requests, {mean_rate_per_s:.3g} a second in {num_states} "

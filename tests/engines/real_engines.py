@@ -133,11 +133,11 @@ class Engine(Process):
     def __init__(self, scratch, name, number):
         super().__init__(scratch, f"{name}-{number}")
         self.kind = KINDS[name]
-        self._started = self.kind.command(ENVIRONMENTS / name, scratch, number, self.port)
+        self.command = self.kind.command(ENVIRONMENTS / name, scratch, number, self.port)
 
     def start(self):
         if self._popen is None:
-            self.begin(*self._started)
+            self.begin(*self.command)
 
     def kill(self):
         self.end(signal.SIGKILL)

@@ -33,9 +33,9 @@ from tokenyard.routing.simulator.constant_rate import Actions, ClusterSim, Outco
 from tokenyard.routing.simulator.run import Chooser, repeating
 from tokenyard.types import FloatArray
 
-Objective = Literal["mean", "mean_and_slo"]
+BoundObjective = Literal["mean", "mean_and_slo"]
 
-_MISS_COST_S: dict[Objective, float] = {"mean": 0.0, "mean_and_slo": 2.0}
+_MISS_COST_S: dict[BoundObjective, float] = {"mean": 0.0, "mean_and_slo": 2.0}
 """What a response beyond the SLO costs on top of its length, seconds."""
 
 BEAM_WIDTH = 64
@@ -268,7 +268,7 @@ def _require_serial(scenario: Scenario) -> None:
         )
 
 
-def _terms(scenario: Scenario, objective: Objective, traffic: FloatArray) -> FloatArray:
+def _terms(scenario: Scenario, objective: BoundObjective, traffic: FloatArray) -> FloatArray:
     """What a response costs (SLO and the cost of missing it, s), and what a backlog costs (1/s).
 
     A backlog of b seconds drains in b / (1 - load); the arrivals meanwhile wait b / 2 on average
@@ -314,7 +314,7 @@ def exact_sed(scenario: Scenario, requests: FloatArray) -> Outcomes:
 def clairvoyant(
     scenario: Scenario,
     requests: FloatArray,
-    objective: Objective = "mean",
+    objective: BoundObjective = "mean",
     *,
     beam_width: int = BEAM_WIDTH,
     horizon: int = BEAM_HORIZON,
@@ -357,7 +357,7 @@ def _trace_back(parents: Actions, moves: Actions) -> Actions:
     return actions
 
 
-def _mean_cost_s(outcomes: Outcomes, scenario: Scenario, objective: Objective) -> float:
+def _mean_cost_s(outcomes: Outcomes, scenario: Scenario, objective: BoundObjective) -> float:
     violations = outcomes.response_s > scenario.slo_response_s
     return float(np.mean(outcomes.response_s + _MISS_COST_S[objective] * violations))
 

@@ -42,7 +42,7 @@ from tokenyard.types import BoolArray, FloatArray
 
 
 @dataclass(frozen=True)
-class Objective:
+class SearchObjective:
     """What the search makes small, relative to the rule that it began with on the same streams."""
 
     mean: float = 1.0
@@ -85,7 +85,7 @@ class StreamCosts:
 class SearchConfig:
     """How wide and how long the search looks."""
 
-    objective: Objective = Objective()
+    objective: SearchObjective = SearchObjective()
     population: int = 32
     num_elites: int = 8
     streams_per_generation: int = 4

@@ -19,22 +19,22 @@ from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.gate import NUM_STREAMS
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.search import (
-    Objective,
     PolicySearch,
     SearchConfig,
+    SearchObjective,
     started_at,
     started_at_best_rule,
 )
 from tokenyard.routing.simulator.streams import StreamSource
 
 OBJECTIVES = (
-    Objective(cvar99=0.0, violation=2.0, tail_guard=2.0),
-    Objective(cvar99=0.05, violation=2.0, tail_guard=2.0),
-    Objective(cvar99=0.1, violation=2.0, tail_guard=5.0),
-    Objective(cvar99=0.2, violation=1.0, tail_guard=5.0),
-    Objective(cvar99=0.3, violation=1.0, tail_guard=5.0),
-    Objective(cvar99=0.0, violation=30.0, tail_guard=0.0),
-    Objective(cvar99=0.0, violation=5.0, tail_guard=0.0),
+    SearchObjective(cvar99=0.0, violation=2.0, tail_guard=2.0),
+    SearchObjective(cvar99=0.05, violation=2.0, tail_guard=2.0),
+    SearchObjective(cvar99=0.1, violation=2.0, tail_guard=5.0),
+    SearchObjective(cvar99=0.2, violation=1.0, tail_guard=5.0),
+    SearchObjective(cvar99=0.3, violation=1.0, tail_guard=5.0),
+    SearchObjective(cvar99=0.0, violation=30.0, tail_guard=0.0),
+    SearchObjective(cvar99=0.0, violation=5.0, tail_guard=0.0),
 )
 """From eager for the mean to careful with the tail, one for SLOs at any price, and one for mean and
 SLOs that lets the tail be; validation decides between them."""
@@ -96,7 +96,7 @@ def run_study(scenario: Scenario, study: SearchStudy, jobs: int = 1) -> list[Fin
 
 
 def search(
-    scenario: Scenario, study: SearchStudy, objective: Objective, seed: int
+    scenario: Scenario, study: SearchStudy, objective: SearchObjective, seed: int
 ) -> tuple[PolicyArtifact, int]:
     """Run one search to the end.
 

@@ -135,7 +135,6 @@ def test_a_simulator_that_is_far_off_and_a_dry_run_try_nothing(tmp_path, quick):
         pilot.run()
         assert "off by 40%" in pilot.state.note
         quick["error"] = 0.05
-        (tmp_path / "autopilot.json").unlink()
         dry = an_autopilot(url, tmp_path, act=False)
         dry.run()
         assert "--act would try least_connections" in dry.state.note

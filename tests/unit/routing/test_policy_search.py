@@ -12,9 +12,9 @@ from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Arrivals, Server, load_scenario
 from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
 from tokenyard.routing.search import (
-    Objective,
     PolicySearch,
     SearchConfig,
+    SearchObjective,
     StreamCosts,
     best_start,
     linear_weights,
@@ -35,7 +35,7 @@ def test_the_search_improves_on_shortest_expected_delay():
     search = PolicySearch(
         load_scenario("poisson_085"),
         SearchConfig(
-            Objective(cvar99=0.0, violation=0.0), population=24, num_elites=6,
+            SearchObjective(cvar99=0.0, violation=0.0), population=24, num_elites=6,
             streams_per_generation=3, requests_per_stream=3000, num_generations=15,
         ),
         seed=0,
@@ -88,7 +88,7 @@ def test_equal_seeds_find_equal_policies_and_others_do_not():
 
 
 def test_the_tail_guard_only_counts_what_is_beyond_the_baseline():
-    guard = Objective(tail_guard=2.0)
+    guard = SearchObjective(tail_guard=2.0)
     base = StreamCosts(np.ones(2), np.full(2, 4.0))
     assert guard.relative_cost(StreamCosts(np.ones(2), np.full(2, 3.0)), base) == 1.0
     assert guard.relative_cost(StreamCosts(np.ones(2), np.full(2, 5.0)), base) == 1.5
