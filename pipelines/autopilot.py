@@ -53,8 +53,7 @@ from tokenyard.routing.policies import is_rule
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource
-from tokenyard.statistics.sequential import DEFAULT_ALPHA
-from tokenyard.statistics.switchback import mean_gain, verdict
+from tokenyard.statistics.switchback import SETTLE_SHARE, conclusion, mean_gain
 from tokenyard.types import FloatArray
 
 _TOKEN = "TOKENYARD_AUTOPILOT_TOKEN"
@@ -65,8 +64,6 @@ _FLUSHED_S = 4.0
 """Time after which the gateway has written what has ended."""
 _FEWEST_REQUESTS = 20
 """Of a stretch; a pair with fewer in one tells nothing."""
-_SETTLE_SHARE = 0.25
-"""Share of a stretch, at its beginning, whose requests meet the other policy's queues."""
 _DRIFT = 0.3
 """Change of the logarithm of rate or mean lengths that begins a cycle."""
 _LEARNED, _RECENT = 20_000, 1000
@@ -403,10 +400,10 @@ class Autopilot:
         if not self._add_pair(lent=candidate):
             return
         pairs = self.state.pairs
-        conclusion = self._conclusion(pairs)
-        if conclusion == "worse" or pairs[-1].gain < -math.log(2.0):
+        said = self._conclusion(pairs)
+        if said == "worse":
             self._finish(f"{candidate} is worse after {len(pairs)} pairs, and was given up")
-        elif conclusion == "better":
+        elif said == "better":
             self._change("shadow", policy=candidate)
             self._change("promote")
             self._finish(
@@ -432,12 +429,8 @@ class Autopilot:
             self._finish(f"went back to {former}: what was promoted has become worse")
 
     def _conclusion(self, pairs: list[Pair]) -> Literal["better", "worse"] | None:
-        """What the pairs say of the candidate; fewer answers within the SLO are worse too."""
-        alpha = self.args.alpha
-        attained = verdict([pair.attained for pair in pairs], alpha, DEFAULT_ALPHA)
-        if attained == "worse":
-            return attained
-        return verdict([pair.gain for pair in pairs], alpha, DEFAULT_ALPHA)
+        columns = [pair.gain for pair in pairs], [pair.attained for pair in pairs]
+        return conclusion(*columns, self.args.alpha)
 
     def _add_pair(self, lent: str) -> bool:
         """Let a policy decide for a stretch beside one without it, in random order.
@@ -479,7 +472,7 @@ class Autopilot:
         outcomes = replace(outcomes, simulated_s=self._simulated_s(outcomes))
 
         def decided(label: str, from_s: float) -> LoggedOutcomes:
-            settled_s = from_s + _SETTLE_SHARE * stretch_s
+            settled_s = from_s + SETTLE_SHARE * stretch_s
             stretch = outcomes.between(settled_s, from_s + stretch_s)
             return stretch.where(stretch.policy == label)
 

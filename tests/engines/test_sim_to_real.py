@@ -1,4 +1,4 @@
-"""The simulator and a client agree which of two policies is better, where no model paces engines."""
+"""Simulator and client agree which of two policies is better, where no model paces engines."""
 
 import os
 from pathlib import Path

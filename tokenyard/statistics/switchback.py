@@ -17,7 +17,10 @@ from statistics import median
 from typing import Literal
 
 from tokenyard.statistics.intervals import MIN_BLOCKS, Interval, t_interval
+from tokenyard.statistics.sequential import DEFAULT_ALPHA
 
+SETTLE_SHARE = 0.25
+"""Share of a stretch, at its beginning, whose requests meet the other policy's queues."""
 _STAKES = (0.3, 0.6, 0.9)
 """Shares of the capital that are bet on a pair of usual difference, each with a third of it."""
 
@@ -55,6 +58,26 @@ def verdict(
     if bet([-gain for gain in gains]) >= 1.0 / alpha_worse:
         return "worse"
     return "better" if bet(gains) >= 1.0 / alpha else None
+
+
+def conclusion(
+    gains: Sequence[float], attained: Sequence[float], alpha: float
+) -> Literal["better", "worse"] | None:
+    """Say what a trial comes to after its last pair; None: it goes on.
+
+    Fewer answers within the SLO are worse whatever the gain is, and so is a last pair in which the
+    policy took twice as long.
+
+    Args:
+        gains: Of each pair, logarithm of the other policy's time over this one's.
+        attained: Of each pair, this policy's SLO attainment minus the other's.
+        alpha: Chance, at most, to call a policy better that makes no difference.
+    """
+    if gains and gains[-1] < -math.log(2.0):
+        return "worse"
+    if verdict(attained, alpha, DEFAULT_ALPHA) == "worse":
+        return "worse"
+    return verdict(gains, alpha, DEFAULT_ALPHA)
 
 
 def mean_gain(gains: Sequence[float]) -> Interval:

@@ -43,6 +43,10 @@ HERE = [
         ["online_model.py", "--draws", "1", "--sizes", "4", "--minutes", "2"],
         {"draw", "replicas", "told_mean_s", "learned_mean_s", "least_loaded_mean_s"},
     ),
+    (
+        ["autopilot_drift.py", "--months", "0.1", "--most-pairs", "3"],
+        {"cycle", "active", "candidate", "conclusion", "pairs", "delta_to_default_fraction"},
+    ),
 ]
 """Arguments, and keys of every row."""
 WITH_A_RAY = [

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenyard.statistics.switchback import bet, mean_gain, verdict
+from tokenyard.statistics.switchback import bet, conclusion, mean_gain, verdict
 
 
 def drifting(rng, num_pairs, gain):
@@ -32,6 +32,14 @@ def test_a_clear_gain_is_told_within_ten_pairs_and_a_clear_loss_too():
     for sign, wanted in ((1.0, "better"), (-1.0, "worse")):
         gains = [(sign * rng.normal(0.1, 0.03, 10)).tolist() for _ in range(100)]
         assert np.mean([ever(each, wanted, 0.05) for each in gains]) > 0.9
+
+
+def test_fewer_answers_in_time_are_worse_whatever_the_gain_and_twice_the_time_is_worse_at_once():
+    gains, missed = [0.1] * 12, [-0.02] * 12
+    assert conclusion(gains, [0.0] * 12, 0.05) == "better"
+    assert conclusion(gains, missed, 0.05) == "worse"
+    assert conclusion([0.1, -0.7], [0.0, 0.0], 0.05) == "worse"
+    assert conclusion([], [], 0.05) is None
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=40))
