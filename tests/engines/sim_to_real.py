@@ -49,6 +49,7 @@ class Args:
     loads: tuple[float, ...] = (0.4, 0.65, 0.9)
     """Of the capacity that was estimated."""
     policies: tuple[str, ...] = POLICIES
+    """At the middle load; the first three of them at the others."""
     repeats: int = 5
     duration_s: float = 40.0
     """Of a turn."""
@@ -282,15 +283,17 @@ def study(args, console):
         urls = stack.enter_context(limited(scratch, args.engines))
         url = stack.enter_context(gateway_before(scratch, urls))
         path, sent = learn(url, args, scratch, console)
+        middle = args.loads[len(args.loads) // 2]
         if args.league:
-            rate = rate_at(args.loads[len(args.loads) // 2], path, sent)
+            rate = rate_at(middle, path, sent)
             rows = league(url, urls, rate, args, scratch, console)
             if args.json is not None:
                 write_result(args.json, command_line(), args.seed, rows)
             return rows
         for load in args.loads:
+            policies = args.policies if load == middle else args.policies[:3]
             measured, load_rows = play(
-                url, console, rate=rate_at(load, path, sent), compare=",".join(args.policies),
+                url, console, rate=rate_at(load, path, sent), compare=",".join(policies),
                 repeats=args.repeats, duration_s=args.duration_s, simulate=str(path),
                 seed=args.seed + round(100 * load),
             )  # fmt: skip
