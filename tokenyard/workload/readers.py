@@ -1,9 +1,12 @@
-"""Read traces from files: published layouts, or a table of your own.
+"""Read traces from files: published layouts, a table of your own, or what engines log.
 
 A layout is told by its column names (`_LAYOUTS`; docs/workloads.md describes them), and columns may
-stand in any order and have others beside them. Well-formed CSV goes through pandas in one pass;
-only when that finds anything wrong is the file read again line by line, so that an error can name
-the line and the reason, or bad rows can be left out and counted.
+stand in any order and have others beside them. An engine's log is told by its lines (`_LOGS`). A
+folder is read as one trace: an engine or collector starts a new file now and then.
+
+Well-formed CSV goes through pandas in one pass; only when that finds anything wrong is the file
+read again line by line, so that an error can name the line and the reason, or bad rows can be left
+out and counted.
 
 Times are dates, numbers since 1970, or numbers since any moment. The size of numbers since 1970
 tells their unit. The unit of others is that of the layout, as long as requests then come at a
@@ -29,6 +32,7 @@ import numpy as np
 import pandas as pd
 
 from tokenyard.types import FloatArray, IntArray
+from tokenyard.workload.engine_logs import Row, sglang_rows, span_rows
 from tokenyard.workload.paths import TRACE_FILES, OnBadRow, TimeUnit, find_trace
 from tokenyard.workload.trace import MOST_TOKENS, Trace
 
@@ -78,6 +82,8 @@ class _Layout(NamedTuple):
     """A further column that only this layout has."""
     block_tokens: int | None = None
     """Tokens of the prompt that one of its hash ids stands for."""
+    rows: Callable[[Iterable[str]], Iterator[Row]] | None = None
+    """Reads the lines of an engine's log; None: they are of a table."""
 
 
 _LENGTHS = "timestamp", "input_length", "output_length"
@@ -90,26 +96,23 @@ _LAYOUTS = (
     _Layout("Mooncake", *_LENGTHS, ("ms", "s"), "hash_ids", 512),
     _Layout("Mooncake without hash ids", *_LENGTHS),
 )
-_NO_TRACES = {
-    "resourceSpans": "an OpenTelemetry export",
-    "ttfts": "the result of a benchmark (vllm bench serve)",
-    "messages": "a set of conversations",
-}
-"""What JSON without the columns of a layout is, by a key of it."""
+_LOGS = (
+    (re.compile(r'"event": "request\.(received|finished)|(Receive|Finish|Receive OpenAI): obj='),
+     _Layout("SGLang", "time", "context", "generated", rows=sglang_rows)),
+    (re.compile('"resourceSpans"'),
+     _Layout("OpenTelemetry", "time", "context", "generated", rows=span_rows)),
+)  # fmt: skip
+"""Logs of engines, by what is in the lines of one."""
+_NO_TRACES = (
+    (re.compile(r"Received request \S+ (prompt|params): |INFO \d\d-\d\d \d\d:\d\d:\d\d \["),
+     "vLLM's log has no numbers of tokens, and times in whole seconds; start vLLM with "
+     "--otlp-traces-endpoint, and give the spans that a collector has written to a file"),
+    (re.compile(r'"ttfts"\s*:'), "the result of a benchmark (vllm bench serve) is no trace"),
+    (re.compile(r'"messages"\s*:'), "a set of conversations is no trace"),
+)  # fmt: skip
+"""Files that engineers have beside traces, by what is in them, and what to say of each."""
 _Parsed = tuple[Trace, int, str]
 """A trace, how many bad rows were left out, and what was recognised."""
-
-
-class _Row(NamedTuple):
-    """One row as text; `fault` says why it has no fields."""
-
-    line: int
-    time: str = ""
-    context: str = ""
-    generated: str = ""
-    response: str = ""
-    hashes: tuple[int, ...] = ()
-    fault: str | None = None
 
 
 class _Times(NamedTuple):
@@ -128,7 +131,7 @@ def read_trace(
     block_tokens: int | None = None,
     tell: Callable[[str], object] = lambda _: None,
 ) -> tuple[Trace, int]:
-    """Read a trace file of any known layout, with or without gzip.
+    """Read a trace of any known layout, with or without gzip: a file, or all files of a folder.
 
     Rows out of order are sorted. Failed requests, which BurstGPT's traces have, are left out.
     Units of times and blocks are detected where they are None. `tell` gets one line about the
@@ -145,11 +148,18 @@ def read_trace(
     if block_tokens is not None and block_tokens < 1:
         raise TraceError(f"blocks of {block_tokens} tokens are none; give at least 1")
     try:
-        layout, header = _sniff(path)
+        files = [path]
+        if path.is_dir():
+            files = [one for one in sorted(path.iterdir()) if one.is_file() and one.stat().st_size]
+        if not files:
+            raise TraceError(f"{path}: the folder has no file with anything in it")
+        layout, header = _sniff(files[0])
         layout = layout._replace(block_tokens=block_tokens or layout.block_tokens)
-        parsed = _read_clean_csv(path, layout, header, time_unit) if header else None
+        parsed = None
+        if header and len(files) == 1:
+            parsed = _read_clean_csv(files[0], layout, header, time_unit)
         if parsed is None:
-            rows = list(_csv_rows(path, layout, header) if header else _json_rows(path, layout))
+            rows = [row for file in files for row in _rows(file, layout)]
             parsed = _from_rows(path, rows, layout, time_unit, on_bad_row)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path}: what was packed by gzip is broken: {error}") from None
@@ -180,6 +190,8 @@ def _sniff(path: Path) -> tuple[_Layout, list[str] | None]:
     with _open(path) as file:
         head = file.read(_HEAD)
     first_line = head.split("\n", 1)[0].strip()
+    if layout := next((log for mark, log in _LOGS if mark.search(head)), None):
+        return layout, None
     if not first_line:
         raise TraceError(f"{path}, line 1: the file is empty; expected a header or a JSON object")
     if first_line.startswith("["):
@@ -193,11 +205,13 @@ def _sniff(path: Path) -> tuple[_Layout, list[str] | None]:
     for layout in _LAYOUTS:
         if {*layout[1:4], layout.mark or layout.time} <= set(names):
             return layout, None if is_json else names
+    for mark, told in _NO_TRACES:
+        if mark.search(head):
+            raise TraceError(f"{path}: {told}")
     shown = _quote(", ".join(names))
     if is_json:
-        what = next((_NO_TRACES[name] for name in names if name in _NO_TRACES), "this JSON")
         wanted = ", ".join(_LENGTHS)
-        raise TraceError(f"{path}: {what} is no trace: it has {shown}; each line needs {wanted}")
+        raise TraceError(f"{path}: this JSON is no trace: it has {shown}; each line needs {wanted}")
     for layout in _LAYOUTS:
         missing = [name for name in layout[1:4] if name not in names]
         if len(missing) < 3:
@@ -234,57 +248,70 @@ def _read_clean_csv(
     return _clean(path, layout, times, tokens, None, frame.get(RESPONSE), 0)
 
 
-def _csv_rows(path: Path, layout: _Layout, header: list[str]) -> Iterator[_Row]:
+def _rows(path: Path, layout: _Layout) -> Iterator[Row]:
+    """Rows of one file; a TraceError where it has another layout."""
+    own, header = _sniff(path)
+    if own.name != layout.name:
+        raise TraceError(f"{path}: the layout is {own.name}, of the files before {layout.name}")
+    with _open(path) as file:
+        if header is not None:
+            rows = _csv_rows(file, layout, header)
+        else:
+            rows = layout.rows(file) if layout.rows else _json_rows(file, layout)
+        for row in rows:
+            yield row._replace(file=str(path))
+
+
+def _csv_rows(file: TextIO, layout: _Layout, header: list[str]) -> Iterator[Row]:
     """Rows as CSV has them: a quoted field may go over several lines, and be of any length."""
     columns = [header.index(name) for name in layout[1:4]]
     columns += [header.index(RESPONSE)] if RESPONSE in header else []
     csv.field_size_limit(sys.maxsize)
-    with _open(path) as file:
-        reader = csv.reader(file, strict=True)
-        next(reader)
-        while True:
-            line = reader.line_num + 1
-            try:
-                fields = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                # A quote that nobody closes takes all lines after it.
-                yield from (_Row(i, fault=str(error)) for i in range(line, reader.line_num + 1))
-                continue
-            if len(fields) < 2 and not "".join(fields).strip():
-                continue
-            if len(fields) != len(header):
-                yield _Row(line, fault=f"{len(fields)} fields where the header has {len(header)}")
-            else:
-                time, context, generated, *response = (fields[i].strip() for i in columns)
-                yield _Row(line, time, context, generated, "".join(response))
+    reader = csv.reader(file, strict=True)
+    next(reader)
+    while True:
+        line = reader.line_num + 1
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            # A quote that nobody closes takes all lines after it.
+            yield from (Row(i, fault=str(error)) for i in range(line, reader.line_num + 1))
+            continue
+        if len(fields) < 2 and not "".join(fields).strip():
+            continue
+        if len(fields) != len(header):
+            yield Row(line, fault=f"{len(fields)} fields where the header has {len(header)}")
+        else:
+            time, context, generated, *response = (fields[i].strip() for i in columns)
+            yield Row(line, time, context, generated, "".join(response))
 
 
-def _json_rows(path: Path, layout: _Layout) -> Iterator[_Row]:
-    with _open(path) as file:
-        for line, text in enumerate(map(str.strip, file), start=1):
-            if not text:
-                continue
-            try:
-                record = json.loads(text, parse_int=str, parse_float=str)
-                hashes = tuple(int(block) for block in record.get("hash_ids") or ())
-                time, context, generated = (str(record[name]) for name in layout[1:4])
-                response = str(record.get(RESPONSE, ""))
-                yield _Row(line, time, context, generated, response, hashes)
-            except KeyError as error:
-                yield _Row(line, fault=f"missing column {error.args[0]}")
-            except (ValueError, TypeError, AttributeError):
-                wanted = ", ".join(layout[1:4])
-                yield _Row(line, fault=f"not a JSON object with {wanted}: {_quote(text)}")
+def _json_rows(file: TextIO, layout: _Layout) -> Iterator[Row]:
+    for line, text in enumerate(map(str.strip, file), start=1):
+        if not text:
+            continue
+        try:
+            record = json.loads(text, parse_int=str, parse_float=str)
+            hashes = tuple(int(block) for block in record.get("hash_ids") or ())
+            time, context, generated = (str(record[name]) for name in layout[1:4])
+            response = str(record.get(RESPONSE, ""))
+            yield Row(line, time, context, generated, response, hashes)
+        except KeyError as error:
+            yield Row(line, fault=f"missing column {error.args[0]}")
+        except (ValueError, TypeError, AttributeError):
+            wanted = ", ".join(layout[1:4])
+            yield Row(line, fault=f"not a JSON object with {wanted}: {_quote(text)}")
 
 
 def _from_rows(
-    path: Path, rows: list[_Row], layout: _Layout, time_unit: TimeUnit | None, on_bad_row: OnBadRow
+    path: Path, rows: list[Row], layout: _Layout, time_unit: TimeUnit | None, on_bad_row: OnBadRow
 ) -> _Parsed:
     """Build the trace from the good rows; see `read_trace` for what happens to the others."""
     if not rows:
-        raise TraceError(f"{path}, line 2: the file has a header and no request")
+        what = "a header" if layout.rows is None else f"lines of {layout.name}"
+        raise TraceError(f"{path}, line 2: the file has {what} and no request")
     texts = pd.Series([row.time for row in rows], dtype=str)
     times = _parse_times(path, texts, layout, time_unit)
     away_s = _astray_s(times.seconds).tolist()
@@ -297,7 +324,9 @@ def _from_rows(
     if bad and (on_bad_row == "raise" or bad > _MOST_BAD * len(rows)):
         row, fault = next(pair for pair in zip(rows, faults, strict=True) if pair[1])
         many = f"; {bad:,} of {len(rows):,} rows are bad, and at most 1 % can be left out"
-        raise TraceError(f"{path}, line {row.line}: {fault}{many if on_bad_row == 'skip' else ''}")
+        raise TraceError(
+            f"{row.file}, line {row.line}: {fault}{many if on_bad_row == 'skip' else ''}"
+        )
     kept = [rows[i] for i in good]
     tokens = np.array([[int(float(r.context)), int(float(r.generated))] for r in kept], np.int64)
     hashes = None if layout.block_tokens is None else _numbered(row.hashes for row in kept)
@@ -313,7 +342,7 @@ def _numbered(chains: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [tuple(numbers.setdefault(x, len(numbers)) for x in chain) for chain in chains]
 
 
-def _find_fault(row: _Row, layout: _Layout, time_s: float, away_s: float) -> str | None:
+def _find_fault(row: Row, layout: _Layout, time_s: float, away_s: float) -> str | None:
     if not np.isfinite(time_s):
         return f"unparsable time {_quote(row.time)}"
     for what, text in (("context", row.context), ("generated", row.generated)):
@@ -445,8 +474,9 @@ def _clean(
 ) -> _Parsed:
     """Drop failed requests, sort the rest, and describe the trace."""
     seconds = times.seconds
-    # BurstGPT's traces hold requests that failed, by an answer of no token.
-    kept = np.flatnonzero((tokens[:, 1] > 0) | (layout.name != "BurstGPT"))
+    # BurstGPT's traces and logs hold requests that failed, by an answer of no token.
+    has_failures = layout.rows is not None or layout.name == "BurstGPT"
+    kept = np.flatnonzero((tokens[:, 1] > 0) | (not has_failures))
     if not len(kept):
         raise TraceError(f"{path}: all {len(tokens):,} requests failed: none has a token of answer")
     failed = len(tokens) - len(kept)

@@ -26,20 +26,20 @@ class TraceOptions:
     """Whether a malformed row of the trace stops the run, or is left out and counted, up to 1 %."""
 
     def read(self, trace: Path | str) -> tuple[Trace, int]:
-        """Read a file, or the published trace of that name; say on stderr what was recognised.
+        """Read a file, a folder, or the published trace of that name; tell stderr the layout.
 
         Returns:
             The trace, and how many bad rows were left out.
 
         Raises:
-            ValueError: There is no such file.
+            ValueError: There is no such file or folder.
             TraceError: As of `read_trace`.
         """
         # It needs pandas, which serving does without.
         from tokenyard.workload.readers import read_trace
 
         path = find_trace(str(trace)) if str(trace) in TRACE_FILES else Path(trace)
-        if path is None or not path.is_file():
+        if path is None or not path.exists():
             raise ValueError(f"trace {trace} is not there")
         tell = partial(print, file=sys.stderr)
         return read_trace(path, self.on_bad_row, self.time_unit, self.block_tokens, tell)

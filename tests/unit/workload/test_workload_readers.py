@@ -409,7 +409,7 @@ LONG = "x" * 16_000
         (json.dumps([{"id": "q", "conversations": [{"value": LONG}]}]), "a JSON list is no trace"),
         (json.dumps({"backend": "vllm", "ttfts": [0.1], "itls": [[0.1]]}), "of a benchmark"),
         (json.dumps({"ttfts": [0.1], "errors": [LONG]}, indent=1), "of a benchmark"),
-        (json.dumps({"resourceSpans": [{"scopeSpans": [LONG]}]}), "OpenTelemetry export is no"),
+        (json.dumps({"resourceSpans": [{"scopeSpans": [LONG]}]}), "line 1: not an object with res"),
         (json.dumps({"messages": [{"role": "user", "content": LONG}]}), "of conversations is"),
         (json.dumps({LONG[:30] + str(i): i for i in range(500)}), "this JSON is no trace"),
         (f"{LONG},1,2\n", "unknown header"),
