@@ -5,8 +5,8 @@
     python pipelines/calibrate.py --iterations FILE  the profile of your own engine instead
     python pipelines/calibrate.py --url http://127.0.0.1:8000 --out mine.yaml
         a scenario of the replicas behind a running gateway, with the profiles that it has of them,
-        measured or declared: simulate them (evaluate.py --scenario mine.yaml), train a policy for
-        them (train.py --fleet mine.yaml)
+        measured or declared, or of vLLM's replicas by a Prometheus server: simulate them
+        (evaluate.py --scenario mine.yaml), train a policy for them (train.py --fleet mine.yaml)
 
 FILE has the columns prefill_tokens, decoding_sequences, kv_tokens and time_s, one iteration a row.
 Kernels and collectives: Vidur, github.com/microsoft/vidur data/profiling, MIT licence.
@@ -15,18 +15,13 @@ Kernels and collectives: Vidur, github.com/microsoft/vidur data/profiling, MIT l
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import tyro
-import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -45,8 +40,9 @@ from tokenyard.perf.profiles import (
 from tokenyard.perf.published import read_published
 from tokenyard.perf.replica import make_replica
 from tokenyard.provenance import ResultFile, command_line, write_result
-from tokenyard.routing.fleet import EngineSpeed, MeasuredReplica
-from tokenyard.routing.scenario import Scenario, load_scenario
+from tokenyard.routing.fleet import EngineSpeed
+from tokenyard.routing.live_fleet import write_live
+from tokenyard.routing.scenario import load_scenario
 
 FITTED = Path(tokenyard.perf.__file__).parent / "tables" / "fitted.json"
 PROFILED_GPUS = {"a100": "a100_80g_sxm", "h100": "h100_sxm"}
@@ -75,9 +71,9 @@ class Args:
     iterations: Path | None = None
     """CSV of measured iterations to fit instead of the published profiles."""
     url: str | None = None
-    """Gateway whose replicas become a scenario, instead of any fit, at the speeds it knows."""
+    """Gateway, or Prometheus server that scrapes vLLM, whose replicas become a scenario."""
     model: str | None = None
-    """Which of the gateway's models, where it serves several: a scenario has one."""
+    """Which model, where several are served: a scenario has one."""
     token: str | None = None
     """Its bearer token; by default TOKENYARD_TOKEN where that is set."""
     scenario: str = "conversation_mixed_gpus"
@@ -273,90 +269,15 @@ def calibrate_live(args: Args, console: Console) -> list[Row]:
     try:
         if args.out.suffix not in (".yaml", ".yml"):
             raise ValueError(f"--out {args.out} must end in .yaml: scenarios are named by that")
-        token = args.token or os.environ.get("TOKENYARD_TOKEN")
-        rows, classes = read_replicas(args.url or "", token, args.model)
-        live = live_scenario(load_scenario(args.scenario), rows, classes, args.out.stem)
-        args.out.write_text(yaml.safe_dump(live, sort_keys=False))
+        base = load_scenario(args.scenario)
+        rows, told = write_live(args.url or "", args.out, base, args.model, args.token)
         capacity = load_scenario(str(args.out)).capacity_tokens_per_s
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     show(console, rows)
     print(f"wrote {args.out}: {len(rows)} replicas, {capacity:.0f} tokens/s in all")
-    print(live["description"])
+    print(told)
     return rows
-
-
-def read_replicas(url: str, token: str | None, model: str | None) -> tuple[list[Row], list[Row]]:
-    """Ask a gateway for the replicas of a model, a row each, and for its classes of requests.
-
-    Raises:
-        OSError: It does not answer.
-        ValueError: It knows of none, serves several models of which none is named, or is no
-            gateway.
-    """
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    try:
-        answer = httpx.get(f"{url.rstrip('/')}/v1/pools", headers=headers, timeout=10)
-        answer.raise_for_status()
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise OSError(f"no answer from the gateway at {url}: {error}") from error
-    try:
-        told = answer.json()
-        models = sorted({one["model"] for one in told["replicas"] if "model" in one})
-        if len(models) > 1 and model is None:
-            raise ValueError(f"the gateway at {url} serves {', '.join(models)}: give --model NAME")
-        chosen = [one for one in told["replicas"] if model in (None, one.get("model"))]
-        rows = _measured(chosen)
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"what answers at {url} is no gateway: it tells no replicas") from None
-    if not rows:
-        of = "" if model is None else f" of model {model!r}; it serves {', '.join(models)}"
-        raise ValueError(f"the gateway at {url} knows of no replica{of or ' yet'}")
-    return rows, told.get("classes", [])
-
-
-def _measured(told: list[dict[str, Any]]) -> list[Row]:
-    """Replicas by pool, numbered there."""
-    number: Counter[str] = Counter()
-    rows = []
-    for one in sorted(told, key=lambda one: (one["pool"], one["replica_id"])):
-        profile = dict(one["profile"])
-        source = profile.pop("source")
-        replica = MeasuredReplica(name=f"{one['pool']}-{number[one['pool']]}", **profile)
-        number[one["pool"]] += 1
-        rows.append({"table": "replicas", **replica.model_dump(), "source": source})
-    return rows
-
-
-def live_scenario(
-    base: Scenario, replicas: Sequence[Row], classes: Sequence[Row], name: str
-) -> dict[str, Any]:
-    """Return the fields of a scenario with the traffic of `base`, other replicas and other SLOs.
-
-    Raises:
-        ValueError: `base` has servers that do not batch.
-    """
-    fields = base.model_dump(mode="json", exclude_defaults=True, exclude={"held_out_trace"})
-    fleet = base.required_fleet.model_dump(mode="json", exclude_defaults=True, exclude={"classes"})
-    keys = MeasuredReplica.model_fields
-    fleet["replicas"] = [{key: row[key] for key in keys if key in row} for row in replicas]
-    slo = (
-        f"SLO: a response in {base.slo_response_s:g} s, of {base.name}, as the gateway tells none."
-    )
-    if classes:
-        known = ("name", "response_s", "ttft_s", "tpot_s", "max_wait_s")
-        fleet["classes"] = [
-            {key: service_class[key] for key in known if service_class.get(key)}
-            for service_class in classes
-        ]
-        fields["slo_response_s"] = classes[0]["response_s"]
-        slo = "SLOs: the gateway's."
-        if len(classes) > 1:
-            slo += " How many requests each class has is not known: give each its `share`."
-    sources = Counter(row["source"] for row in replicas)
-    profiles = " and ".join(f"{count} as {source}" for source, count in sources.items())
-    description = f"Profiles of replicas: {profiles}. Traffic: {base.name}. {slo}"
-    return {**fields, "name": name, "description": description, "fleet": fleet}
 
 
 def main(args: Args) -> None:

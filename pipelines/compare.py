@@ -2,6 +2,7 @@
 
     python pipelines/compare.py --trace my.csv --fleet fleet.yaml --now "vllm-router round_robin"
     python pipelines/compare.py --log DIR --fleet fleet.yaml --html page.html
+    python pipelines/compare.py --log spans.jsonl --url http://prometheus:9090 --now llm-d
 
 The first part of a trace or decision log is learned from, the last part judges, on a simulator of
 the fleet (`tokenyard.routing.own_traffic`). The page says what the best rule gains at the load, at
@@ -43,6 +44,7 @@ from tokenyard.routing.comparison import (
     write_page,
 )
 from tokenyard.routing.gate import MOST_LOAD
+from tokenyard.routing.live_fleet import write_live
 from tokenyard.routing.load_sweep import LoadSweep, Played
 from tokenyard.routing.own_traffic import (
     ORDER_NOTE,
@@ -53,6 +55,7 @@ from tokenyard.routing.own_traffic import (
     logged_traffic,
 )
 from tokenyard.routing.policies.rule_name import RuleName
+from tokenyard.routing.scenario import load_scenario
 from tokenyard.workload.trace_options import TraceOptions
 
 
@@ -64,10 +67,16 @@ class Args:
     """Your traffic: a trace file (docs/workloads.md), or the name of a published one. A column
     `response_s` of measured times lets the simulator be checked."""
     log: Path | None = None
-    """Or what a gateway has logged: its folder of `--decision-log`."""
+    """Or what was logged: a gateway's folder of `--decision-log`, or a file or folder of SGLang's
+    request log or of OpenTelemetry spans (docs/workloads.md)."""
     fleet: str | None = None
     """Replicas and SLOs: a YAML file (what `calibrate.py --url` writes, or a scenario), or the name
     of a fleet that ships."""
+    url: str | None = None
+    """Or who knows the replicas: a gateway, or a Prometheus server that scrapes vLLM. A bearer
+    token is taken from TOKENYARD_TOKEN."""
+    model: str | None = None
+    """Which model of that URL, where several are served."""
     now: str | None = None
     """What decides today: a rule, a policy file (.npz), or a router by its makers' name, such as
     `nginx least_conn` (docs/rules.md). None: what a log names, else Tokenyard's default rule."""
@@ -92,8 +101,8 @@ def check(args: Args) -> None:
     Raises:
         ValueError: They do not, or one is out of its range.
     """
-    if (args.trace is None) == (args.log is None) or args.fleet is None:
-        raise ValueError("give --fleet, and one of --trace and --log")
+    if (args.trace is None) == (args.log is None) or (args.fleet is None) == (args.url is None):
+        raise ValueError("give one of --trace and --log, and one of --fleet and --url")
     if args.load is not None and not 0 < args.load <= MOST_LOAD:
         raise ValueError(f"--load {args.load:g} must be above 0, and at most {MOST_LOAD:g}")
     if args.minutes < 0:
@@ -102,12 +111,17 @@ def check(args: Args) -> None:
         raise ValueError(f"--goal {args.goal:g} must lie between 0 and 1")
 
 
-def read_traffic(args: Args) -> Traffic:
-    """What was asked, of which replicas, and what decides today."""
-    now = None if args.now is None else Choice.named(args.now)
-    if args.log is not None:
-        return logged_traffic(args.log, str(args.fleet), now)
-    return Traffic(args.reading.read(str(args.trace))[0], str(args.fleet), now)
+def read_traffic(args: Args, folder: Path) -> Traffic:
+    """What was asked, of which replicas, and what decides today; files go to that folder."""
+    now, fleet = None if args.now is None else Choice.named(args.now), args.fleet
+    if args.url is not None:
+        fleet = str(folder / "live.yaml")
+        base = load_scenario("conversation_mixed_gpus")  # Its SLO counts where the URL tells none.
+        rows, told = write_live(args.url, Path(fleet), base, args.model)
+        print(f"fleet of {len(rows)} replicas from {args.url}. {told}", file=sys.stderr)
+    if args.log is not None and any(args.log.glob("decisions-*.parquet")):
+        return logged_traffic(args.log, str(fleet), now)
+    return Traffic(args.reading.read(str(args.log or args.trace))[0], str(fleet), now)
 
 
 def policies(traffic: Traffic, found: Found) -> list[Played]:
@@ -124,8 +138,8 @@ def compare(args: Args, console: Console) -> tuple[list[Row], Conclusion]:
         ValueError: The options contradict each other, or a file cannot be used.
     """
     check(args)
-    traffic = read_traffic(args)
     with tempfile.TemporaryDirectory() as folder:
+        traffic = read_traffic(args, Path(folder))
         model = Path(folder) / f"{Path(str(args.log or args.trace)).stem}.json"
         own = OwnTraffic(traffic, model, args.minutes, args.load, args.seed)
         error = own.twin_error(traffic)

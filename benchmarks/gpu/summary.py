@@ -18,7 +18,6 @@ import yaml
 from benchmarks.gpu import fleet
 from benchmarks.gpu.cells import Deadline, Table
 from benchmarks.gpu.shapes import SHAPES
-from pipelines.calibrate import live_scenario
 from tokenyard.perf.calibration import fit_iterations, fit_replica, held_out_third, mape
 from tokenyard.perf.hardware import load_gpu
 from tokenyard.perf.iteration import iteration_s
@@ -26,6 +25,7 @@ from tokenyard.perf.models import Llm
 from tokenyard.perf.profiles import ITERATION_COLUMNS, read_iterations
 from tokenyard.perf.replica import Replica
 from tokenyard.provenance import command_line, git_sha, write_result
+from tokenyard.routing.live_fleet import live_scenario
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.twin import agreement, simulate
 from tokenyard.workload.trace import Trace

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
+from unit.prometheus_server import serving
 
 from pipelines import compare
 from tokenyard.routing import own_traffic
@@ -140,11 +142,46 @@ def test_measured_times_tell_a_wrong_fleet_file(
         assert not verdict.is_refused
 
 
+def test_a_log_of_an_engine_is_compared_on_the_replicas_that_prometheus_knows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = demand(3600, 2.0)
+    own = OwnTraffic(Traffic(trace, "mixed"), tmp_path / "model.json", 0)
+    streams = trace_streams(StreamSource(own.scenario), trace, 1, native_time=True)
+    (run,) = Choice("round_robin").runs(own.scenario, streams)
+    columns = trace.arrival_s, run.outcomes.response_s, trace.context_tokens, trace.generated_tokens
+    lines = [
+        json.dumps({
+            "timestamp": datetime.fromtimestamp(1.79e9 + came_s + took_s, UTC).isoformat(),
+            "event": "request.finished",
+            "out": {"meta_info": {
+                "prompt_tokens": prompt, "completion_tokens": answer, "e2e_latency": took_s,
+            }},
+        })
+        for came_s, took_s, prompt, answer in zip(*(one.tolist() for one in columns), strict=True)
+    ]  # fmt: skip
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "host_0.log").write_text("\n".join(lines))
+    with serving() as (url, _):
+        args = compare.Args(log=tmp_path / "log", url=url, now="nginx")
+        rows, _ = compare.compare(args, Console(quiet=True))
+    assert rows[0]["policy"] == "round_robin"
+    assert rows[0]["requests"] == 1080
+    # The times are those of other replicas.
+    assert rows[0]["twin_error_fraction"] > 0.0
+    told = capsys.readouterr().err
+    assert f"fleet of 2 replicas from {url}" in told
+    assert "layout SGLang" in told
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"trace": "a.csv"}, "give --fleet, and one of"),
-        ({"fleet": "mixed", "trace": "a.csv", "log": Path("b")}, "give --fleet, and one of"),
+        ({"trace": "a.csv"}, "give one of --trace and --log, and one of"),
+        (
+            {"fleet": "mixed", "trace": "a.csv", "log": Path("b")},
+            "give one of --trace and --log, and one of",
+        ),
         ({"fleet": "mixed", "trace": "a.csv", "load": 3.0}, "--load 3 must be above 0"),
         ({"fleet": "mixed", "trace": "a.csv", "goal": 1.0}, "--goal 1 must lie between"),
         ({"fleet": "mixed", "trace": "a.csv", "minutes": -1.0}, "--minutes -1 must be at least 0"),
