@@ -56,8 +56,8 @@ def read_replicas(url: str, token: str | None, model: str | None) -> tuple[list[
         try:
             return answer.json()["data"]["result"]
         except (ValueError, KeyError, TypeError):
-            told = f"{answer.status_code} {answer.text[:200]}".strip()
-            raise ValueError(f"{url} is of neither a gateway nor Prometheus: {told}") from None
+            told = f"{answer.status_code} {answer.reason_phrase}"
+            raise ValueError(f"what is at {url} is no gateway, nor Prometheus: {told}") from None
 
     try:
         answer = get("/v1/pools")
