@@ -56,8 +56,7 @@ def read_replicas(url: str, token: str | None, model: str | None) -> tuple[list[
         try:
             return answer.json()["data"]["result"]
         except (ValueError, KeyError, TypeError):
-            told = f"{answer.status_code} {answer.reason_phrase}"
-            raise ValueError(f"what is at {url} is no gateway, nor Prometheus: {told}") from None
+            raise ValueError(f"no gateway or Prometheus at {url}: {answer.status_code}") from None
 
     try:
         answer = get("/v1/pools")
