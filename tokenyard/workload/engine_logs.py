@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 
-class Row(NamedTuple):
+class TraceRow(NamedTuple):
     """One row as text; `fault` says why it has no fields."""
 
     line: int
@@ -40,7 +40,7 @@ _GENERATING = "chat", "text_completion", "generate_content"
 """Values of `gen_ai.operation.name` that are requests to a model that answers in tokens."""
 
 
-def sglang_rows(lines: Iterable[str]) -> Iterator[Row]:
+def sglang_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
     """Requests that SGLang has finished, by `--log-requests` in either format.
 
     A request came when it was received, or so long before its line as it took. One that was
@@ -62,19 +62,21 @@ def sglang_rows(lines: Iterable[str]) -> Iterator[Row]:
             if came is None:
                 came = datetime.fromisoformat(ended) - timedelta(seconds=float(taken_s))
             tokens = str(meta["prompt_tokens"]), str(meta["completion_tokens"])
-            yield Row(line, str(came), *tokens, "" if meta["type"] == "abort" else str(taken_s))
+            yield TraceRow(
+                line, str(came), *tokens, "" if meta["type"] == "abort" else str(taken_s)
+            )
         except KeyError as error:
-            yield Row(line, fault=f"no {error.args[0]} in meta_info of a request of SGLang")
+            yield TraceRow(line, fault=f"no {error.args[0]} in meta_info of a request of SGLang")
         except (ValueError, TypeError, AttributeError):
-            yield Row(line, fault="no time, or no meta_info, of a request of SGLang")
+            yield TraceRow(line, fault="no time, or no meta_info, of a request of SGLang")
 
 
-def span_rows(lines: Iterable[str]) -> Iterator[Row]:
+def span_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
     """Requests by their spans: those of engines where there are any, else those of clients.
 
     An engine's span and its client's tell of the same request.
     """
-    clients: list[Row] = []
+    clients: list[TraceRow] = []
     has_engines = False
     for line, text in enumerate(lines, start=1):
         if not text.strip():
@@ -82,7 +84,7 @@ def span_rows(lines: Iterable[str]) -> Iterator[Row]:
         try:
             spans = [*_spans(json.loads(text))]
         except (ValueError, TypeError, KeyError, AttributeError):
-            yield Row(line, fault="not an object with resourceSpans, as OTLP has them in JSON")
+            yield TraceRow(line, fault="not an object with resourceSpans, as OTLP has them in JSON")
             continue
         for span, known in spans:
             if _ENGINE_TIME in known:
@@ -114,14 +116,16 @@ def _is_request(span: dict[str, Any], known: dict[str, Any]) -> bool:
     return not has_failed and (operation in _GENERATING or (operation is None and has_tokens))
 
 
-def _span_row(line: int, span: dict[str, Any], known: dict[str, Any]) -> Row:
+def _span_row(line: int, span: dict[str, Any], known: dict[str, Any]) -> TraceRow:
     tokens = [known.get(name, known.get(older)) for name, older in (_INPUT, _OUTPUT)]
     if None in tokens:
         lacking = (_INPUT, _OUTPUT)[tokens.index(None)][0]
-        return Row(line, fault=f"a span {span.get('name')!r} of a request has no {lacking}")
+        return TraceRow(line, fault=f"a span {span.get('name')!r} of a request has no {lacking}")
     try:
         begun, ended = (int(span[f"{edge}TimeUnixNano"]) for edge in ("start", "end"))
     except (KeyError, ValueError, TypeError):
-        return Row(line, fault=f"a span {span.get('name')!r} has no start or end in nanoseconds")
+        return TraceRow(
+            line, fault=f"a span {span.get('name')!r} has no start or end in nanoseconds"
+        )
     taken_s = known.get(_ENGINE_TIME, (ended - begun) / 1e9)
-    return Row(line, str(begun), str(tokens[0]), str(tokens[1]), str(taken_s))
+    return TraceRow(line, str(begun), str(tokens[0]), str(tokens[1]), str(taken_s))

@@ -32,7 +32,7 @@ import numpy as np
 import pandas as pd
 
 from tokenyard.types import FloatArray, IntArray
-from tokenyard.workload.engine_logs import Row, sglang_rows, span_rows
+from tokenyard.workload.engine_logs import TraceRow, sglang_rows, span_rows
 from tokenyard.workload.paths import TRACE_FILES, OnBadRow, TimeUnit, find_trace
 from tokenyard.workload.trace import MOST_TOKENS, Trace
 
@@ -82,7 +82,7 @@ class _Layout(NamedTuple):
     """A further column that only this layout has."""
     block_tokens: int | None = None
     """Tokens of the prompt that one of its hash ids stands for."""
-    rows: Callable[[Iterable[str]], Iterator[Row]] | None = None
+    rows: Callable[[Iterable[str]], Iterator[TraceRow]] | None = None
     """Reads the lines of an engine's log; None: they are of a table."""
 
 
@@ -248,7 +248,7 @@ def _read_clean_csv(
     return _clean(path, layout, times, tokens, None, frame.get(RESPONSE), 0)
 
 
-def _rows(path: Path, layout: _Layout) -> Iterator[Row]:
+def _rows(path: Path, layout: _Layout) -> Iterator[TraceRow]:
     """Rows of one file; a TraceError where it has another layout."""
     own, header = _sniff(path)
     if own.name != layout.name:
@@ -262,7 +262,7 @@ def _rows(path: Path, layout: _Layout) -> Iterator[Row]:
             yield row._replace(file=str(path))
 
 
-def _csv_rows(file: TextIO, layout: _Layout, header: list[str]) -> Iterator[Row]:
+def _csv_rows(file: TextIO, layout: _Layout, header: list[str]) -> Iterator[TraceRow]:
     """Rows as CSV has them: a quoted field may go over several lines, and be of any length."""
     columns = [header.index(name) for name in layout[1:4]]
     columns += [header.index(RESPONSE)] if RESPONSE in header else []
@@ -277,18 +277,18 @@ def _csv_rows(file: TextIO, layout: _Layout, header: list[str]) -> Iterator[Row]
             return
         except csv.Error as error:
             # A quote that nobody closes takes all lines after it.
-            yield from (Row(i, fault=str(error)) for i in range(line, reader.line_num + 1))
+            yield from (TraceRow(i, fault=str(error)) for i in range(line, reader.line_num + 1))
             continue
         if len(fields) < 2 and not "".join(fields).strip():
             continue
         if len(fields) != len(header):
-            yield Row(line, fault=f"{len(fields)} fields where the header has {len(header)}")
+            yield TraceRow(line, fault=f"{len(fields)} fields where the header has {len(header)}")
         else:
             time, context, generated, *response = (fields[i].strip() for i in columns)
-            yield Row(line, time, context, generated, "".join(response))
+            yield TraceRow(line, time, context, generated, "".join(response))
 
 
-def _json_rows(file: TextIO, layout: _Layout) -> Iterator[Row]:
+def _json_rows(file: TextIO, layout: _Layout) -> Iterator[TraceRow]:
     for line, text in enumerate(map(str.strip, file), start=1):
         if not text:
             continue
@@ -297,16 +297,20 @@ def _json_rows(file: TextIO, layout: _Layout) -> Iterator[Row]:
             hashes = tuple(int(block) for block in record.get("hash_ids") or ())
             time, context, generated = (str(record[name]) for name in layout[1:4])
             response = str(record.get(RESPONSE, ""))
-            yield Row(line, time, context, generated, response, hashes)
+            yield TraceRow(line, time, context, generated, response, hashes)
         except KeyError as error:
-            yield Row(line, fault=f"missing column {error.args[0]}")
+            yield TraceRow(line, fault=f"missing column {error.args[0]}")
         except (ValueError, TypeError, AttributeError):
             wanted = ", ".join(layout[1:4])
-            yield Row(line, fault=f"not a JSON object with {wanted}: {_quote(text)}")
+            yield TraceRow(line, fault=f"not a JSON object with {wanted}: {_quote(text)}")
 
 
 def _from_rows(
-    path: Path, rows: list[Row], layout: _Layout, time_unit: TimeUnit | None, on_bad_row: OnBadRow
+    path: Path,
+    rows: list[TraceRow],
+    layout: _Layout,
+    time_unit: TimeUnit | None,
+    on_bad_row: OnBadRow,
 ) -> _Parsed:
     """Build the trace from the good rows; see `read_trace` for what happens to the others."""
     if not rows:
@@ -342,7 +346,7 @@ def _numbered(chains: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [tuple(numbers.setdefault(x, len(numbers)) for x in chain) for chain in chains]
 
 
-def _find_fault(row: Row, layout: _Layout, time_s: float, away_s: float) -> str | None:
+def _find_fault(row: TraceRow, layout: _Layout, time_s: float, away_s: float) -> str | None:
     if not np.isfinite(time_s):
         return f"unparsable time {_quote(row.time)}"
     for what, text in (("context", row.context), ("generated", row.generated)):
