@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import tempfile
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,14 +32,17 @@ from tokenyard.routing.scenario import load_scenario
 from tokenyard.statistics.intervals import t_interval
 
 ROUTERS = Path(os.environ.get("TOKENYARD_RIVALS", ROOT / ".rivals"))
-TRAFFIC = {"scenario": "conversation", "length_scale": 0.12}
+TRAFFIC = {"scenario": "conversation", "length_scale": 0.04}
 """Recorded conversations' lengths, shortened for a model of 135 million parameters on a CPU."""
 POLICIES = (
     "marginal_delay+sjf@60", "round_robin", "ray_default", "least_loaded", "power_of_two",
     "weighted_least_connections", "sed", "random",
 )  # fmt: skip
 SHARES = {"llamacpp-0": 0.8, "llamacpp-1": 0.1, "own": 0.4}
-"""Cores of each engine."""
+"""Cores of each engine; of ours its rank's, as Ray's own processes take what an engine would."""
+_STEPS = 6
+"""In which the gateway learns."""
+PATIENT = {"first_token_s": 300.0, "between_tokens_s": 120.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,7 @@ class Args:
     repeats: int = 5
     duration_s: float = 40.0
     """Of a turn."""
-    learn_s: float = 240.0
+    learn_s: float = 300.0
     """Of the traffic by which speeds are estimated."""
     seed: int = 7
     engines: tuple[str, ...] = tuple(SHARES)
@@ -75,6 +78,13 @@ class CpuShare:
         """The same command, run in this group with all that it starts."""
         enter = f'echo $$ > {self._folder}/cgroup.procs && exec "$@"'
         return ["sh", "-c", enter, "sh", *command]
+
+    def take(self, name):
+        """Take the processes of that name out of another group, with all their threads."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if (process / "cmdline").read_bytes().startswith(name):
+                    (self._folder / "cgroup.procs").write_text(process.name)
 
     def limit(self, cores, period_us=10_000):
         """Let the group have so many cores, in periods that are short beside an iteration."""
@@ -108,7 +118,7 @@ def limited(scratch, names):
         "name": "own", "served_model": "smollm2", "scenario": "local_cpu",
         "pools": [{
             "name": "own", "kind": "own", "replica_cpus": 0.1,
-            "config": {"model": "default", "max_batch": 4, "max_waiting": 256},
+            "config": {"model": "default", "max_batch": 32, "max_waiting": 256},
         }],
     }  # fmt: skip
     with ExitStack() as stack:
@@ -123,8 +133,10 @@ def limited(scratch, names):
                 process = Engine(scratch, name.partition("-")[0], number)
                 command, env = process.command
             stack.callback(process.end, signal.SIGTERM)
-            process.begin(share.command(command), env)
+            process.begin(command if name == "own" else share.command(command), env)
             process.wait_until_up()
+            if name == "own":
+                share.take(b"ray::Rank")
             share.limit(SHARES[name])
             processes.append(process)
         yield [process.url for process in processes]
@@ -133,7 +145,10 @@ def limited(scratch, names):
 @contextmanager
 def gateway_before(scratch, urls):
     """A gateway that knows URLs alone; yields its URL."""
-    pool = {"name": "real", "kind": "external", "model": "smollm2", "endpoints": urls}
+    pool = {
+        "name": "real", "kind": "external", "model": "smollm2", "endpoints": urls,
+        "deadlines": PATIENT,
+    }  # fmt: skip
     cluster = {"name": "real", "served_model": "smollm2", "pools": [pool]}
     process, command = serve(scratch, "gateway", cluster)
     try:
@@ -171,13 +186,16 @@ def rate_at(load, path, sent):
 
 
 def learn(url, args, scratch, console):
-    """Let the gateway see traffic; return the scenario's path and what was sent."""
+    """Let the gateway see traffic; return the scenario's path and what was sent.
+
+    The rate grows by steps, so that a first estimate that is too high does no harm.
+    """
     rate = 0.5
-    for policy, share in (("round_robin", 0.25), ("marginal_delay", 0.75)):
-        options = {"rate": rate, "compare": policy, "duration_s": share * args.learn_s}
-        measured, _ = play(url, console, seed=args.seed + 1000, **options)
+    for number, policy in enumerate(["round_robin"] * 2 + ["marginal_delay"] * (_STEPS - 2)):
+        options = {"rate": rate, "compare": policy, "duration_s": args.learn_s / _STEPS}
+        measured, _ = play(url, console, seed=args.seed + 1000 + number, **options)
         path, sent = estimated(url, scratch, console), measured.sent[0]
-        rate = rate_at(0.7, path, sent)
+        rate = min(rate_at(0.7, path, sent), 1.6 * rate)
     return path, sent
 
 
