@@ -363,7 +363,8 @@ def _shipped(name: str) -> AnyProblem:
 
 
 PROBLEMS: dict[str, Callable[[], AnyProblem]] = {
-    name: partial(_shipped, name) for name in ("routing", "allocation", "regions")
+    folder.rpartition(".")[2]: partial(_shipped, folder)
+    for folder in ("routing", "allocation", "regions", "routing.sessions")
 }
 """All problems by name; one is imported when it is asked for."""
 
@@ -381,7 +382,8 @@ def find_problem(scenario: str | None, suite: str | None) -> AnyProblem:
     if suite is not None:
         return _of_suite(suite)
     for problem in _problems():
-        if scenario in problem.scenario_names():
+        # What follows an @ changes a scenario, or names the fleet of a workload.
+        if str(scenario).partition("@")[0] in problem.scenario_names():
             return problem
     named = _named_in(Path(str(scenario)))
     return next((load for name, load in PROBLEMS.items() if name == named), PROBLEMS["routing"])()

@@ -171,7 +171,7 @@ def time_of(base, growth, count):
 
 
 @compiled_inline
-def _whole_iterations(base, growth, time, most):
+def whole_iterations(base, growth, time, most):
     """Most iterations, up to `most`, that fit into `time`."""
     if time_of(base, growth, most) <= time:
         return most
@@ -254,9 +254,9 @@ def _skip_ahead(replica, now, until):
     if most < 1.0 or now + base > until or replica.factors.shape[0] > 0:
         return now
     growth = factor * params[lay.KV_TOKEN_S] * decoding
-    steps = _whole_iterations(base, growth, until - now, most)
+    steps = whole_iterations(base, growth, until - now, most)
     if limit < math.inf:
-        starts = _whole_iterations(base, growth, limit - now, most)
+        starts = whole_iterations(base, growth, limit - now, most)
         if now + time_of(base, growth, starts) < limit:
             starts += 1.0
         steps = min(steps, starts)
@@ -365,7 +365,7 @@ def _keep_decoding(replica, until):
     growth = params[lay.KV_TOKEN_S] * decoding
     steps, skipped_s, skipped_kv = 0.0, 0.0, 0.0
     if most >= 1.0 and now + base <= until:
-        steps = _whole_iterations(base, growth, until - now, most)
+        steps = whole_iterations(base, growth, until - now, most)
     pages = _pages_of_steps(row, replica.rules, step, steps + 1.0)
     if steps > 0.0:
         skipped_s = time_of(base, growth, steps)

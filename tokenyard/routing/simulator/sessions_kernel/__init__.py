@@ -1,0 +1,1 @@
+"""Whole sessions on replicas that batch, in compiled code; `loop.play` plays one stream."""
