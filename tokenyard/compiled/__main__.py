@@ -18,6 +18,7 @@ def main() -> None:
     tasks = (
         warm_up.compile_batching,
         warm_up.compile_regions,
+        warm_up.compile_sessions,
         warm_up.compile_constant_rate,
         warm_up.compile_allocation,
     )

@@ -25,9 +25,12 @@ from tokenyard.routing.policies.order import Ordered, ShortestJob
 from tokenyard.routing.prefix_index import PrefixIndex
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
+from tokenyard.routing.sessions.rules import make_rule
+from tokenyard.routing.sessions.scenario import load_session_scenario
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_streams import token_rows
 from tokenyard.routing.simulator.constant_rate import ClusterSim
+from tokenyard.routing.simulator.sessions import run_sessions
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 from tokenyard.routing.snapshot_table import (
     NUM_LIVE,
@@ -90,6 +93,13 @@ def _play(sim: ClusterSim | BatchingSim) -> None:
     sim.drain()
     sim.run_linear(np.zeros(sim.num_weights), 1.0)
     sim.run_linear(np.ones(sim.num_weights), 1.0, np.ones(NUM_ORDER_WEIGHTS))
+
+
+def compile_sessions() -> None:
+    """Whole sessions on replicas that batch."""
+    scenario = load_session_scenario("agentic_sessions_mixed")
+    few = scenario.model_copy(update={"sessions_per_a100": 5})
+    run_sessions(few.replicas, few.draw(np.random.default_rng(0)), make_rule("index"))
 
 
 def compile_allocation() -> None:

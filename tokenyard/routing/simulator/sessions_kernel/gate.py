@@ -14,7 +14,7 @@ _LARGEST_SHARE = 0.98
 """A prompt that takes more of a replica's KV memory is not placed there."""
 
 
-@compiled
+@compiled_inline
 def dispatch(world, index, now):
     """Queue the turn of an active session at its replica."""
     session = world.sessions[index]
@@ -37,7 +37,7 @@ def dispatch(world, index, now):
     row[lay.PENDING] += session[lay.ASSUMED]
 
 
-@compiled
+@compiled_inline
 def count_footprints(world):
     """Tokens of active sessions on every replica, and of those that run or are queued."""
     growth = world.rule[ru.GROWTH_TOKENS]
@@ -79,7 +79,7 @@ def _score(world, index, now):
     return score + 1e18 * session[lay.FORCED]
 
 
-@compiled
+@compiled_inline
 def _cheapest(world, index):
     """The replica with room where a session's turn costs least; -1: there is none."""
     rule = world.rule
@@ -121,7 +121,7 @@ def place(world, index, replica, now):
     dispatch(world, index, now)
 
 
-@compiled
+@compiled_inline
 def admit_by_index(world, now):
     """Admit held sessions, the most urgent first, to where they cost least, while there is room."""
     rule = world.rule

@@ -89,7 +89,7 @@ def leave(world, session):
         live[later] = live[later + 1]
 
 
-@compiled
+@compiled_inline
 def _end_turn(world, replica, which, now):
     """The answer is complete: its KV is idle until the next turn, or gone with the session."""
     row = world.replicas[replica]
@@ -193,7 +193,7 @@ def _pinned_tokens(world, replica, index):
     return pinned
 
 
-@compiled
+@compiled_inline
 def _admit(world, replica, budget, now):
     """Let the next turn run if it fits; tokens of its chunk (-1: no), of its hit, and loaded."""
     row = world.replicas[replica]

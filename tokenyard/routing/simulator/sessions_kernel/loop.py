@@ -16,7 +16,7 @@ from tokenyard.routing.simulator.sessions_kernel.iteration import begin_iteratio
 from tokenyard.routing.simulator.sessions_kernel.memory import cut_stretch, settle
 
 
-@compiled
+@compiled_inline
 def _session_is_due(world, index, now):
     """A tool is done, a lease ends, or a hold reaches its bound."""
     session = world.sessions[index]
@@ -37,7 +37,7 @@ def _session_is_due(world, index, now):
     _turn_is_ready(world, index, now)
 
 
-@compiled
+@compiled_inline
 def _turn_is_ready(world, index, now):
     """A turn waits at the gateway, or goes on at once where its session is active."""
     session = world.sessions[index]

@@ -71,7 +71,8 @@ def make_room(world, replica, tokens, now):
 def take(world, replica, tokens, now):
     """Take memory, for which idle tokens go where there is no other."""
     row = world.replicas[replica]
-    make_room(world, replica, tokens, now)
+    if row[lay.USED] + row[lay.IDLE] + tokens > row[lay.KV_TOKENS]:
+        make_room(world, replica, tokens, now)
     row[lay.USED] += tokens
     share = (row[lay.USED] + row[lay.IDLE]) / row[lay.KV_TOKENS]
     world.totals[lay.MOST_KV] = max(world.totals[lay.MOST_KV], share)
@@ -87,7 +88,7 @@ def keep(world, replica, session, tokens, now):
     world.kv[replica, session, lay.LAST_S] = now
 
 
-@compiled
+@compiled_inline
 def settle(world, replica, now, ends):
     """Take the memory of the iterations that have begun by now; of all, where the stretch ends."""
     row = world.replicas[replica]
