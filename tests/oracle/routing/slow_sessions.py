@@ -117,8 +117,8 @@ class SlowSessions:
         assert r.used + sum(r.idle.values()) <= r.capacity + 1e-6
 
     def hits(self, r, s, length):
-        cached = min(r.idle.get(s.number, 0.0), length - 1)
-        return cached, max(cached, min(r.host.get(s.number, 0.0), length - 1))
+        cached = min(r.idle.get(s.number, 0.0), length - 1) // 256 * 256
+        return cached, max(cached, min(r.host.get(s.number, 0.0), length - 1) // 256 * 256)
 
     def store(self, r, s, tokens):
         if r.host_capacity <= 0:

@@ -80,7 +80,7 @@ def stream_of(context, answer):
 def test_one_session_alone_takes_its_idle_time():
     stream = stream_of([1000.0, 1600.0, 3000.0], [100.0, 50.0, 200.0])
     run = run_sessions(tiny(), stream, ru.make_rule("index"))
-    np.testing.assert_allclose(run.completion_s, idle_s(tiny(), stream), rtol=0.01)
+    np.testing.assert_allclose(run.completion_s, idle_s(tiny(), stream), rtol=0.02)
     assert run.hold_s.max() == 0.0
 
 

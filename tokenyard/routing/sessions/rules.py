@@ -110,8 +110,9 @@ _WORKING_SET = SessionRule(
     full_at=0.9, lease_s=20.0, paused_first=1.0, miss=1.0, pending=0.0, decode=0.0, fill=1.0
 )
 _INDEX = SessionRule(
-    full_at=0.93, lease_s=20.0, growth_tokens=1000.0, backfill=6.0, paused_first=1.0, started=0.5,
-    cached_share=0.5, remaining=0.8, decode=0.5, fill=0.5, pending=0.5,
+    order=LEAST_REMAINING, full_at=0.97, lease_s=20.0, growth_tokens=1000.0, backfill=6.0,
+    pinned=1.0, paused_first=1.0, started=0.5, cached_share=0.5, remaining=0.8, decode=0.5,
+    fill=0.5, pending=0.5,
 )  # fmt: skip
 
 RULES: dict[str, SessionRule] = {
@@ -133,11 +134,12 @@ RULES: dict[str, SessionRule] = {
     "thunderagent_own_replica": replace(_THUNDER, own_replica=1.0),
     "working_set": _WORKING_SET,
     "working_set_las": replace(_WORKING_SET, age=0.0, attained=1.0),
-    "index_fcfs": replace(_INDEX, remaining=0.0, backfill=0.0),
+    "index_las": replace(_INDEX, order=LEAST_ATTAINED, remaining=0.0, attained=1.0),
     "index": _INDEX,
 }
 """By name. `sticky` chooses a session's home by cost, `fill` by how full KV memory is, `per_turn`
-every time; `_ttl` is Continuum's program FCFS, `_las` Autellix's (arXiv 2502.13965)."""
+every time; `_ttl` is Continuum's program FCFS, `_las` Autellix's (arXiv 2502.13965). Of those that
+hold sessions only `index` is told predicted remaining work."""
 
 REQUEST_LEVEL = tuple(name for name in RULES if name.startswith(("per_turn", "sticky", "fill")))
 """Rules that hold nobody."""

@@ -9,8 +9,8 @@ from tokenyard.routing.sessions import rules as ru
 from tokenyard.routing.simulator.batching_kernel.iteration import time_of, whole_iterations
 from tokenyard.routing.simulator.sessions_kernel import layout as lay
 
-EVICTION_TOKENS = 256.0
-"""Idle tokens go in blocks of so many."""
+BLOCK_TOKENS = 256.0
+"""Idle tokens go, and are hit, in blocks of so many."""
 _NEVER = 1e7
 _PINNED = 1e9
 
@@ -59,7 +59,7 @@ def make_room(world, replica, tokens, now):
                     chosen = session
         if chosen < 0:
             return
-        blocks = math.ceil(need / EVICTION_TOKENS) * EVICTION_TOKENS
+        blocks = math.ceil(need / BLOCK_TOKENS) * BLOCK_TOKENS
         gone = min(kv[chosen, lay.CACHED], blocks)
         kv[chosen, lay.CACHED] -= gone
         row[lay.IDLE] -= gone
@@ -156,5 +156,10 @@ def forget(world, session):
 def hit_tokens(world, replica, session, length):
     """Tokens of a prompt that need not be computed: in KV memory, and with the host tier."""
     kv = world.kv[replica, session]
-    cached = min(kv[lay.CACHED], length - 1.0)
-    return cached, max(cached, min(kv[lay.HOST], length - 1.0))
+    cached = _whole_blocks(min(kv[lay.CACHED], length - 1.0))
+    return cached, max(cached, _whole_blocks(min(kv[lay.HOST], length - 1.0)))
+
+
+@compiled_inline
+def _whole_blocks(tokens):
+    return math.floor(tokens / BLOCK_TOKENS) * BLOCK_TOKENS
