@@ -259,7 +259,7 @@ class SlowSessions:
 
     def dispatch(self, s):
         r = s.home
-        s.state, s.active, s.started, s.forced = "queued", True, True, False
+        s.state, s.active, s.started = "queued", True, True
         s.due = math.inf
         self.record(s, admitted=self.now)
         self.held += self.now > s.ready
@@ -281,8 +281,10 @@ class SlowSessions:
     def footprints(self, r):
         placed = r.used + sum(s.tokens + s.generated for s in r.queue)
         own = [s for s in self.live() if s.active and s.home is r]
+        forced = [s for s in own if s.state == "queued" and s.forced]
         idle = sum(s.tokens for s in own if s.state == "tool")
-        return placed + idle + len(own) * self.rule.growth_tokens, placed
+        taken = placed + idle - sum(s.tokens + s.generated for s in forced)
+        return taken + (len(own) - len(forced)) * self.rule.growth_tokens, placed
 
     def cheapest(self, s):
         u, best = self.rule, None
@@ -325,7 +327,7 @@ class SlowSessions:
     # events
 
     def turn_is_ready(self, s):
-        s.state, s.ready, s.generated = "held", self.now, 0.0
+        s.state, s.ready, s.generated, s.forced = "held", self.now, 0.0, False
         s.tokens, s.due = s.turns[s.turn][0], self.now + self.rule.hold_s
         self.record(s, ready=self.now)
         if s.active:

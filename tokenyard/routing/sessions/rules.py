@@ -111,12 +111,11 @@ _WORKING_SET = SessionRule(
 )
 _INDEX = SessionRule(
     order=LEAST_REMAINING, full_at=0.97, lease_s=20.0, growth_tokens=1000.0, backfill=6.0,
-    pinned=1.0, paused_first=1.0, started=0.5, cached_share=0.5, remaining=0.8, decode=0.5,
-    fill=0.5, pending=0.5,
+    pinned=1.0, paused_first=1.0, age=0.0, started=0.5, cached_share=0.5, remaining=0.8,
+    decode=0.5, fill=0.5, pending=0.5,
 )  # fmt: skip
 
 RULES: dict[str, SessionRule] = {
-    "per_turn": _PER_TURN,
     "per_turn_most_cached": replace(_PER_TURN, order=MOST_CACHED),
     "per_turn_ttl": replace(_PER_TURN, **_TTL | {"sticky": 0.0}),
     "sticky": _BY_COST,
@@ -129,6 +128,9 @@ RULES: dict[str, SessionRule] = {
     "fill_boost": replace(_BY_FILL, **_LONG_BOOST),
     "fill_las": replace(_BY_FILL, order=LEAST_ATTAINED),
     "fill_ttl": replace(_BY_FILL, **_TTL),
+    "fill_ttl_most_cached": replace(_BY_FILL, **_TTL | {"order": MOST_CACHED}),
+    "fill_ttl_las": replace(_BY_FILL, **_TTL | {"order": LEAST_ATTAINED}),
+    "fill_ttl_remaining": replace(_BY_FILL, **_TTL | {"order": LEAST_REMAINING}),
     "static_cap": replace(_BY_COST, most_active=8.0),
     "thunderagent": _THUNDER,
     "thunderagent_own_replica": replace(_THUNDER, own_replica=1.0),
@@ -138,11 +140,8 @@ RULES: dict[str, SessionRule] = {
     "index": _INDEX,
 }
 """By name. `sticky` chooses a session's home by cost, `fill` by how full KV memory is, `per_turn`
-every time; `_ttl` is Continuum's program FCFS, `_las` Autellix's (arXiv 2502.13965). Of those that
-hold sessions only `index` is told predicted remaining work."""
-
-REQUEST_LEVEL = tuple(name for name in RULES if name.startswith(("per_turn", "sticky", "fill")))
-"""Rules that hold nobody."""
+every time; `_ttl` is Continuum's program FCFS, `_las` Autellix's (arXiv 2502.13965). Only
+`index` and `fill_ttl_remaining` are told predicted remaining work."""
 
 
 def make_rule(name: str) -> SessionRule:

@@ -25,7 +25,6 @@ def dispatch(world, index, now):
     session[lay.STATE] = lay.QUEUED
     session[lay.ACTIVE] = 1.0
     session[lay.STARTED] = 1.0
-    session[lay.FORCED] = 0.0
     session[lay.DUE_S] = math.inf
     world.outcomes[turn, lay.OUT_ADMITTED_S] = now
     if now > session[lay.READY_S]:
@@ -39,7 +38,11 @@ def dispatch(world, index, now):
 
 @compiled_inline
 def count_footprints(world):
-    """Tokens of active sessions on every replica, and of those that run or are queued."""
+    """Tokens of active sessions on every replica, and of those that run or are queued.
+
+    Who was admitted because its hold had reached the bound takes no room of others while it is
+    queued: a full gate would else only delay all.
+    """
     growth = world.rule[ru.GROWTH_TOKENS]
     for replica in range(world.replicas.shape[0]):
         row = world.replicas[replica]
@@ -52,6 +55,9 @@ def count_footprints(world):
             continue
         active += 1
         row = world.replicas[int(session[lay.HOME])]
+        if session[lay.STATE] == lay.QUEUED and session[lay.FORCED] > 0.0:
+            row[lay.PLACED] += session[lay.TOKENS] + session[lay.GENERATED]
+            continue
         row[lay.FOOTPRINT] += growth
         if session[lay.STATE] == lay.TOOL:
             row[lay.FOOTPRINT] += session[lay.TOKENS]
@@ -116,7 +122,8 @@ def place(world, index, replica, now):
     if session[lay.HOME] >= 0.0 and session[lay.HOME] != replica:
         world.totals[lay.MOVES] += 1.0
     session[lay.HOME] = replica
-    row[lay.FOOTPRINT] += session[lay.TOKENS] + world.rule[ru.GROWTH_TOKENS]
+    if session[lay.FORCED] == 0.0:
+        row[lay.FOOTPRINT] += session[lay.TOKENS] + world.rule[ru.GROWTH_TOKENS]
     row[lay.PLACED] += session[lay.TOKENS]
     dispatch(world, index, now)
 

@@ -46,6 +46,7 @@ def _turn_is_ready(world, index, now):
     session[lay.READY_S] = now
     session[lay.TOKENS] = world.turns[turn, lay.CONTEXT]
     session[lay.GENERATED] = 0.0
+    session[lay.FORCED] = 0.0
     session[lay.DUE_S] = now + world.rule[ru.HOLD_S]
     world.outcomes[turn, lay.OUT_READY_S] = now
     if session[lay.ACTIVE] > 0.0:
