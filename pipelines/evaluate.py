@@ -7,6 +7,7 @@
     python pipelines/evaluate.py --scenario conversation --trace my_log.csv --streams 3
     python pipelines/evaluate.py --suite allocation
     python pipelines/evaluate.py --suite regions
+    python pipelines/evaluate.py --scenario agentic_sessions_mixed@36 --policies index,thunderagent
 
 A trace has the columns arrival_s (seconds), context_tokens and generated_tokens, or is one of
 Azure's, Mooncake's, Bailian's or BurstGPT's (docs/workloads.md).
@@ -48,8 +49,8 @@ class Args(TraceOptions):
     scenario: str | None = None
     """Name or YAML path."""
     suite: str | None = None
-    """Several scenarios in one run, in place of one: paper, routing, fleet, regimes, allocation or
-    regions."""
+    """Several scenarios in one run, in place of one: paper, routing, fleet, regimes, sessions,
+    allocation or regions."""
     trace: Path | None = None
     """Replay this recorded trace, a file or a published one by name, through the scenario's
     servers, in windows."""

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from pipelines import evaluate
 from tokenyard.problem import find_problem
 from tokenyard.routing.sessions import rules as ru
+from tokenyard.routing.sessions.evaluation import MEASURES
 from tokenyard.routing.sessions.problem import PROBLEM
 from tokenyard.routing.sessions.scenario import idle_s, load_session_scenario
 from tokenyard.routing.simulator.sessions import SessionReplicas, SessionStream, run_sessions
@@ -115,6 +117,9 @@ def test_evaluate_writes_the_frozen_keys(tmp_path):
     evaluate.main(args)
     rows = json.loads(out.read_text())["rows"]
     assert [row["policy"] for row in rows] == ["index", "thunderagent", "fill_las"]
+    page = (Path(__file__).parents[3] / "docs/metrics.md").read_text(encoding="utf-8")
+    assert all(f"`{measure.key}`" in page for measure in MEASURES)
+    assert all(f"`{measure.delta}`" in page for measure in MEASURES if measure.delta)
     for row in rows:
         assert set(FROZEN) <= set(row)
         assert {"delta_in_slo_fraction", "delta_in_slo_ci_low", "delta_ttft_fraction"} <= set(row)
