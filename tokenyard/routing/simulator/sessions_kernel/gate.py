@@ -12,6 +12,7 @@ from tokenyard.routing.simulator.sessions_kernel.memory import cut_stretch, hit_
 
 _LARGEST_SHARE = 0.98
 """A prompt that takes more of a replica's KV memory is not placed there."""
+_AFTER_ALL = 1e12
 
 
 @compiled_inline
@@ -236,17 +237,40 @@ def _resume_smallest(world, group, now):
 
 
 @compiled
-def _pause_smallest(world, replica):
-    """Pause sessions of a replica that is too full: idle ones first, the smallest first."""
+def _count_tokens(world, replica):
+    """Write the tokens of a replica's active sessions into SCORE; returns those of marked ones."""
     row = world.replicas[replica]
-    live = world.live
-    limit = world.rule[ru.FULL_AT] * row[lay.KV_TOKENS]
+    for at in range(1, world.live[0] + 1):
+        session = world.sessions[world.live[at]]
+        session[lay.SCORE] = session[lay.TOKENS]
+        if session[lay.STATE] == lay.QUEUED:
+            session[lay.SCORE] += session[lay.GENERATED]
+    marked = 0.0
     for which in range(int(row[lay.RUNNING])):
         sequence = world.running[replica, which]
         session = world.sessions[int(sequence[lay.R_SESSION])]
         session[lay.SCORE] = sequence[lay.R_LENGTH]
         if sequence[lay.R_TO_PREFILL] <= 0.0:
             session[lay.SCORE] = sequence[lay.R_BASE] + row[lay.STEP]
+            if row[lay.BUSY] > 0.0:
+                session[lay.SCORE] += row[lay.TAKEN]
+    for at in range(1, world.live[0] + 1):
+        session = world.sessions[world.live[at]]
+        if session[lay.MARKED] > 0.0 and session[lay.HOME] == replica:
+            marked += session[lay.SCORE] + world.rule[ru.GROWTH_TOKENS]
+    return marked
+
+
+@compiled
+def _pause_smallest(world, replica):
+    """Pause sessions of a replica that is too full: idle ones first, the smallest first.
+
+    Those that are marked already will leave when their turn ends.
+    """
+    row = world.replicas[replica]
+    live = world.live
+    limit = world.rule[ru.FULL_AT] * row[lay.KV_TOKENS]
+    row[lay.FOOTPRINT] -= _count_tokens(world, replica)
     while row[lay.FOOTPRINT] > limit:
         best = -1
         least = math.inf
@@ -256,20 +280,16 @@ def _pause_smallest(world, replica):
                 continue
             if session[lay.MARKED] > 0.0:
                 continue
-            tokens = session[lay.TOKENS] + session[lay.GENERATED]
-            if session[lay.STATE] == lay.RUNS:
-                tokens = session[lay.SCORE]
             # What is idle goes before all that runs.
-            key = tokens if session[lay.STATE] == lay.TOOL else tokens + 1e12
+            runs = session[lay.STATE] != lay.TOOL
+            key = session[lay.SCORE] + (_AFTER_ALL if runs else 0.0)
             if key < least:
                 least = key
                 best = live[at]
         if best < 0:
             return
         session = world.sessions[best]
-        row[lay.FOOTPRINT] -= (least if least < 1e12 else least - 1e12) + world.rule[
-            ru.GROWTH_TOKENS
-        ]
+        row[lay.FOOTPRINT] -= session[lay.SCORE] + world.rule[ru.GROWTH_TOKENS]
         if session[lay.STATE] == lay.TOOL:
             session[lay.ACTIVE] = 0.0
             world.totals[lay.PAUSES] += 1.0
