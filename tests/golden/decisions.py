@@ -21,6 +21,7 @@ import numpy as np
 from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.policies import ALLOCATION_BASELINES, BEST_RULE, make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
+from tokenyard.allocation.problem import SUITES
 from tokenyard.allocation.types import AllocationState, SlotMeasurements
 from tokenyard.artifact import NoChampionError
 from tokenyard.regions.policies import BEST_RULE as BEST_REGION_RULE
@@ -165,9 +166,10 @@ def a_snapshot(
 
 
 def tuned_pools() -> list[str]:
-    """Allocation scenarios whose rules were tuned."""
+    """Allocation scenarios of recorded demand whose rules were tuned."""
     folder = resources.files("tokenyard") / "scenarios" / "tuned" / "allocation"
-    return sorted(Path(str(one)).stem for one in folder.iterdir())
+    tuned = {Path(str(one)).stem for one in folder.iterdir()}
+    return sorted(tuned - set(SUITES["allocation_recurring"]))
 
 
 def allocated(name: str, rule: str) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from golden import decisions
 from pipelines import cli
 from serve_app import app as serving
 from tokenyard.allocation.plans import load_allocation
+from tokenyard.allocation.problem import SUITES
 from tokenyard.allocation.scenario import allocation_names
 from tokenyard.regions.scenario import load_regions, region_names
 from tokenyard.routing.artifact import DEFAULT_RULE
@@ -84,7 +85,7 @@ def entries() -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for name in scenario_names():
         found |= routing_entries(name)
-    for name in allocation_names():
+    for name in sorted(set(allocation_names()) - set(SUITES["allocation_recurring"])):
         found |= allocation_entries(name)
     for name in region_names():
         scenario = document(load_regions(name), "regions") | {"num_slots": 60}

@@ -5,7 +5,6 @@ import pytest
 
 from envs import ParallelismVectorEnv
 from tokenyard.allocation.demand import DemandStream, demand_source
-from tokenyard.allocation.planner import make_planner
 from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.simulator.run import StreamRunner
 
@@ -16,14 +15,14 @@ DAY = SCENARIO.slots_per_day
 
 
 def test_the_planner_names_nothing_infeasible_and_keeps_its_budget_for_a_million_slots():
-    source, planner = demand_source(SCENARIO), make_planner(SCENARIO)
+    source = demand_source(SCENARIO)
     slots = 0
     while slots < 1_000_000:
         draws = [source.train(slots + i).per_s for i in range(20)]
         stream = DemandStream(np.concatenate(draws), 0, 0)
         runner = StreamRunner(SCENARIO, stream)
         start = runner.sim.plan(0)
-        outcomes = runner.run_planner(planner)
+        outcomes = runner.run_planner()
         assert outcomes.num_refused == 0
         changed = np.concatenate([[start], outcomes.plans[:-1]]) != outcomes.plans
         per_day = changed[: len(changed) // DAY * DAY].reshape(-1, DAY).sum(axis=1)

@@ -23,7 +23,8 @@ from tokenyard.allocation.dynamics import (
     Model,
     run_slot,
 )
-from tokenyard.allocation.planner import HIGHEST_LEVEL, LOWEST_LEVEL, NUM_LEVELS, make_planner
+from tokenyard.allocation.markov import markov_load, value_iteration
+from tokenyard.allocation.planner import make_planner
 from tokenyard.allocation.policies.learned import ValueTable
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.simulator import AllocationOutcomes
@@ -32,12 +33,7 @@ from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.compiled import compiled
 from tokenyard.types import FloatArray, IntArray
 
-NUM_BINS = 24
-"""Bins of demand of the Markov load, equally often visited."""
-DISCOUNT = 0.99
 _NUM_DRAWS = 5
-_SWEEPS = 5_000
-_CLOSE_ENOUGH = 1e-9
 
 
 @compiled
@@ -134,67 +130,10 @@ def _total_reward(outcomes: AllocationOutcomes) -> float:
     return float(outcomes.column(REWARD).sum())
 
 
-def value_iteration(
-    costs: FloatArray, transition: FloatArray, discount: float = DISCOUNT
-) -> tuple[FloatArray, IntArray]:
-    """Solve a Markov load for the discounted optimum.
-
-    Args:
-        costs: Expected cost of the next slot by bin of the last demand, plan in force and next
-            plan, shape (B, S, S).
-        transition: Probability of the next bin, shape (B, B).
-        discount: Of the next slot.
-
-    Returns:
-        Values and best next plans, both of shape (B, S).
-    """
-    values = np.zeros(costs.shape[:2])
-    for _ in range(_SWEEPS):
-        ahead = costs + discount * (transition @ values)[:, None, :]
-        new = ahead.min(axis=2)
-        done = float(np.abs(new - values).max()) < _CLOSE_ENOUGH
-        values = new
-        if done:
-            break
-    return values, np.asarray(ahead.argmin(axis=2))
-
-
-def markov_load(scenario: AllocationScenario) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Count the Markov load of the training part.
-
-    Returns:
-        Edges between bins, shape (B - 1,); costs and transitions as `value_iteration` takes them.
-    """
-    source, planner = demand_source(scenario), make_planner(scenario)
-    draws = [source.train(seed).per_s for seed in range(_NUM_DRAWS)]
-    edges = np.quantile(np.concatenate(draws), np.linspace(0, 1, NUM_BINS + 1)[1:-1])
-    size = len(planner.candidates)
-    costs = np.zeros((NUM_BINS, size, size))
-    transition = np.zeros((NUM_BINS, NUM_BINS))
-    for demand in draws:
-        bins = np.searchsorted(edges, demand, side="right")
-        np.add.at(transition, (bins[:-1], bins[1:]), 1.0)
-        at = _levels(demand[1:] / planner.pool_per_s)
-        for b in range(NUM_BINS):
-            costs[b] += planner.costs[0, at[bins[:-1] == b]].sum(axis=0)
-    # Where many slots have equal demand some bins hold none of it: theirs would last.
-    never = np.flatnonzero(transition.sum(axis=1) == 0.0)
-    lowest = np.insert(edges, 0, edges[0])
-    transition[never, never] = 1.0
-    costs[never] = planner.costs[0, _levels(lowest[never] / planner.pool_per_s)]
-    visits = transition.sum(axis=1)
-    return edges, costs / visits[:, None, None], transition / visits[:, None]
-
-
-def _levels(share: FloatArray) -> IntArray:
-    """Levels of `PlannerModel.costs` that demands are nearest to, as shares of the pool's best."""
-    step = np.log(HIGHEST_LEVEL / LOWEST_LEVEL) / (NUM_LEVELS - 1)
-    above = np.log(np.maximum(share, LOWEST_LEVEL) / LOWEST_LEVEL)
-    return np.asarray(np.clip((above / step).round().astype(int), 0, NUM_LEVELS - 1))
-
-
 def value_iteration_policy(scenario: AllocationScenario) -> ValueTable:
     """The optimum of the Markov load, as a policy."""
-    edges, costs, transition = markov_load(scenario)
+    source = demand_source(scenario)
+    draws = [source.train(seed).per_s for seed in range(_NUM_DRAWS)]
+    edges, costs, transition = markov_load(make_planner(scenario), draws)
     _, best = value_iteration(costs, transition)
     return ValueTable(scenario, edges, best[None, None])

@@ -20,6 +20,7 @@ from pydantic import Field
 from scipy.signal import lfilter
 
 from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.recurring import RECURRING_KINDS, recurring_demand
 from tokenyard.allocation.scenario import AllocationScenario, Demand
 from tokenyard.config import FrozenModel
 from tokenyard.types import FloatArray
@@ -174,7 +175,7 @@ class DemandSource:
 
     def _find(self, slot_s: float) -> FloatArray | None:
         name = self._demand.source
-        if name == "generator":
+        if name == "generator" or name in RECURRING_KINDS:
             return None
         if name == "vm_cpu":
             frame = read_vm_cpu()
@@ -193,6 +194,8 @@ class DemandSource:
     @property
     def origin(self) -> str:
         """Where the demand comes from, in words."""
+        if self._demand.source in RECURRING_KINDS:
+            return f"days of kind {self._demand.source!r}, all drawn"
         if self._trace is None:
             return "generator fitted to days 1-20 of the Azure VM CPU trace"
         if self._demand.source == "vm_cpu":
@@ -212,15 +215,16 @@ class DemandSource:
             return DemandStream(self._scaled(self._trace[: self._split()], rng), 0, 0)
         return DemandStream(self._scaled(self._generated(num_days, rng), rng), 0, 0)
 
-    def test(self, seed: int = 0, num_days: int = TEST_DAYS) -> DemandStream:
-        """Demand of the test part after two days of history.
+    def test(self, seed: int = 0, num_days: int | None = None) -> DemandStream:
+        """Demand of the test part after two days of history; of recurring kinds 30 days.
 
         Seeds differ in the noise; of the generator in everything.
         """
         rng = np.random.default_rng([seed, _EVALUATION])
         history = HISTORY_DAYS * self.slots_per_day
         if self._trace is None:
-            values = self._generated(HISTORY_DAYS + num_days, rng)
+            usual = 3 * TEST_DAYS if self._demand.source in RECURRING_KINDS else TEST_DAYS
+            values = self._generated(HISTORY_DAYS + (num_days or usual), rng)
             return DemandStream(self._scaled(values, rng), history, 0)
         start = max(0, self._split() - history)
         return DemandStream(
@@ -245,6 +249,8 @@ class DemandSource:
 
     def _generated(self, num_days: int, rng: np.random.Generator) -> FloatArray:
         day = self.slots_per_day
+        if self._demand.source in RECURRING_KINDS:
+            return recurring_demand(self._demand.source, num_days, day, rng)
         return shipped_generator().sample(num_days * day, rng, day)
 
     def _scaled(self, values: FloatArray, rng: np.random.Generator) -> FloatArray:

@@ -14,7 +14,6 @@ import numpy as np
 
 from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.dynamics import OFFERED, VIOLATIONS
-from tokenyard.allocation.planner import make_planner
 from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.allocation.simulator import AllocationOutcomes
 from tokenyard.allocation.simulator.run import StreamRunner
@@ -78,8 +77,7 @@ def run_planner(
     scenario: AllocationScenario, stream: DemandStream, objective: Objective
 ) -> AllocationOutcomes:
     """Live through a stream with the planner of an objective."""
-    runner = StreamRunner(scenario, stream, objective=objective)
-    return runner.run_planner(make_planner(scenario, objective))
+    return StreamRunner(scenario, stream, objective=objective).run_planner()
 
 
 def attainment(outcomes: AllocationOutcomes) -> float:

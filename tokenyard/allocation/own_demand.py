@@ -17,7 +17,6 @@ from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.demand import HISTORY_DAYS, DemandStream
 from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.forecast import fit_forecaster
-from tokenyard.allocation.planner import PlannerModel, make_planner
 from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.artifact import ArtifactError
 from tokenyard.statistics.intervals import BlockBootstrap, Interval, percentile_interval
@@ -74,7 +73,7 @@ def fit_planner(
         )
     forecaster = fit_forecaster([learned], scenario.slots_per_day)
     before, after = (StreamRunner(scenario, held_out, f) for f in (today.forecaster, forecaster))
-    change, changed = judge(make_planner(scenario), before, after, seed)
+    change, changed = judge(before, after, seed)
     fields = {
         "forecaster": forecaster,
         "lineage": {**lineage, "champion_sha256": today.sha256},
@@ -106,11 +105,9 @@ def split(
     )
 
 
-def judge(
-    planner: PlannerModel, today: StreamRunner, fitted: StreamRunner, seed: int
-) -> tuple[Interval, float]:
+def judge(today: StreamRunner, fitted: StreamRunner, seed: int) -> tuple[Interval, float]:
     """Return the relative change of cost on the last part, and the share of changed plans."""
-    before, after = today.run_planner(planner), fitted.run_planner(planner)
+    before, after = today.run_planner(), fitted.run_planner()
     cost_today, cost_fitted = -before.column(REWARD), -after.column(REWARD)
     difference = cost_fitted - cost_today
     interval = Interval(float(difference.mean()), np.nan, np.nan)

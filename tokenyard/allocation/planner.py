@@ -3,7 +3,9 @@
 Before a slot its demand is lognormal around a forecast. `slot_costs` holds the expected cost of
 every change of plan under every forecast and spread, so that a plan that would just do on average
 is charged for the times when it does not. `best_next` then looks for the cheapest sequence of plans
-over the horizon by dynamic programming and returns its first step. Backlogs are left out.
+over the horizon by dynamic programming and returns its first step. Where earlier days tell the
+demand to come, it is one of several cases, and what comes after them costs what it would if demand
+went on as a Markov chain (`tokenyard.allocation.markov`). Backlogs are left out.
 """
 
 from __future__ import annotations
@@ -23,8 +25,6 @@ SPREADS: FloatArray = np.array([0.0, 0.08, 0.16, 0.24, 0.32, 0.48])
 NUM_LEVELS = 80
 LOWEST_LEVEL, HIGHEST_LEVEL = 0.01, 2.5
 """Medians of demand on the grid, over the pool's best; even in the logarithm."""
-HORIZON = 12
-"""Slots that are planned ahead; twice as many change costs by less than 0.3 %."""
 _STEP = np.log(HIGHEST_LEVEL / LOWEST_LEVEL) / (NUM_LEVELS - 1)
 _QUADRATURE = 15
 
@@ -38,6 +38,10 @@ class PlannerModel(NamedTuple):
     candidates: IntArray
     """Plans among all of the table, shape (S,)."""
     pool_per_s: float
+    edges_per_s: FloatArray
+    """Upper ends of all bins of demand but the last, shape (B - 1,)."""
+    ends: FloatArray
+    """Cost of all that comes after the horizon by bin of the demand and plan then, shape (B, S)."""
 
 
 def make_planner(scenario: AllocationScenario, objective: Objective | None = None) -> PlannerModel:
@@ -66,7 +70,9 @@ def make_planner(scenario: AllocationScenario, objective: Objective | None = Non
             low = np.clip(at.astype(int), 0, len(fine) - 2)
             share = np.clip(at - low, 0.0, 1.0)[:, None, None]
             costs[k] += weight * ((1 - share) * certain[low] + share * certain[low + 1])
-    return PlannerModel(costs, candidates, table.pool_goodput_capacity_per_s)
+    return PlannerModel(
+        costs, candidates, table.pool_goodput_capacity_per_s, np.zeros(0), np.zeros((1, size))
+    )
 
 
 @compiled
@@ -86,41 +92,55 @@ def best_next(
     forecast: FloatArray,
     spread: FloatArray,
     current: int,
-    values: FloatArray,
+    scratch: FloatArray,
 ) -> int:
     """Return the candidate to be in force in the next slot.
 
     Args:
         planner: A `PlannerModel`.
-        forecast: Median demand of the coming slots, shape (H,).
-        spread: Their spread, shape (H,).
+        forecast: Demand of the coming slots in Q equally likely cases, shape (H, Q).
+        spread: Standard deviations of the logarithm around each, shape (H,).
         current: Candidate in force.
-        values: Scratch, shape (2, S).
+        scratch: Shape (2 + S, S).
     """
     costs = planner.costs
     size = costs.shape[2]
-    horizon = len(forecast)
+    horizon, cases = forecast.shape
+    values, expected = scratch[:2], scratch[2:]
     values[:] = 0.0
+    for q in range(cases):
+        reached = 0
+        while reached < len(planner.edges_per_s) and (
+            planner.edges_per_s[reached] <= forecast[horizon - 1, q]
+        ):
+            reached += 1
+        for j in range(size):
+            values[0, j] += planner.ends[reached, j] / cases
     best = current
     for h in range(horizon - 1, -1, -1):
-        log = np.log(max(forecast[h], 1e-9) / planner.pool_per_s)
-        at = min(max((log - np.log(LOWEST_LEVEL)) / _STEP, 0.0), NUM_LEVELS - 1.001)
-        level = int(at)
-        a = at - level
         k = 0
         while k < len(SPREADS) - 2 and SPREADS[k + 1] < spread[h]:
             k += 1
         b = min(max((spread[h] - SPREADS[k]) / (SPREADS[k + 1] - SPREADS[k]), 0.0), 1.0)
-        one, two = costs[k, level], costs[k, level + 1]
-        three, four = costs[k + 1, level], costs[k + 1, level + 1]
-        w1, w2, w3, w4 = (1 - a) * (1 - b), a * (1 - b), (1 - a) * b, a * b
         first = 0 if h > 0 else current
         last = size if h > 0 else current + 1
+        expected[:] = 0.0
+        for q in range(cases):
+            log = np.log(max(forecast[h, q], 1e-9) / planner.pool_per_s)
+            at = min(max((log - np.log(LOWEST_LEVEL)) / _STEP, 0.0), NUM_LEVELS - 1.001)
+            level = int(at)
+            a = at - level
+            one, two = costs[k, level], costs[k, level + 1]
+            three, four = costs[k + 1, level], costs[k + 1, level + 1]
+            w1, w2, w3, w4 = (1 - a) * (1 - b), a * (1 - b), (1 - a) * b, a * b
+            for i in range(first, last):
+                for j in range(size):
+                    cost = w1 * one[i, j] + w2 * two[i, j] + w3 * three[i, j] + w4 * four[i, j]
+                    expected[i, j] += cost
         for i in range(first, last):
             least = np.inf
             for j in range(size):
-                cost = w1 * one[i, j] + w2 * two[i, j] + w3 * three[i, j] + w4 * four[i, j]
-                cost += values[0, j]
+                cost = expected[i, j] / cases + values[0, j]
                 if cost < least:
                     least = cost
                     best = j

@@ -46,6 +46,11 @@ SUITES = {
         "a100x8_7b", "a100x8_13b", "a100x8_13b_tight", "a100x8_70b", "h100x8_13b", "h100x8_70b",
         "l4x4_7b", "mixed_13b",
     ),
+    "allocation_recurring": (
+        "a100x8_13b_schedule_30", "a100x8_13b_schedule_120", "h100x8_13b_schedule_300",
+        "h100x8_13b_steps_120", "a100x8_13b_ramp_120", "a100x8_13b_bursts_30",
+        "a100x8_13b_bursts_120", "a100x8_13b_flat_120",
+    ),
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from tokenyard.allocation.recurring import RecurringKind
 from tokenyard.config import FrozenModel, shipped_names
 from tokenyard.perf.hardware import load_gpu
 from tokenyard.perf.models import Precision, load_llm
@@ -43,9 +44,10 @@ class LatencySlo(FrozenModel):
 class Demand(FrozenModel):
     """Requests per second over the slots, scaled to the pool."""
 
-    source: Literal["vm_cpu", "generator", "azure_code", "azure_conv"] = "vm_cpu"
+    source: Literal["vm_cpu", "generator", "azure_code", "azure_conv"] | RecurringKind = "vm_cpu"
     """`vm_cpu`: the 30-day trace of CPU use, where its file is found, else as `generator`, which
-    is fitted to its first 20 days; or a recorded hour of LLM requests, counted per slot."""
+    is fitted to its first 20 days; or a recorded hour of LLM requests, counted per slot; or days
+    of demand that recurs and jumps."""
     low: Annotated[float, Field(ge=0, lt=2)] = 0.04
     """Demand at the trace's lowest value, as a share of the pool's goodput capacity."""
     high: Annotated[float, Field(gt=0, lt=2)] = 0.75

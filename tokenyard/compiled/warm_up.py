@@ -9,7 +9,6 @@ import numpy as np
 from tokenyard.allocation.bounds import clairvoyant_plans, free_switching
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.paper.simulator import LearningConfig, learn, literal_table
-from tokenyard.allocation.planner import make_planner
 from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.allocation.tabular import TabularLearner
@@ -106,7 +105,7 @@ def compile_allocation() -> None:
     """Plans for one pool: simulator, planner, bounds, and the two tabular learners."""
     scenario = load_allocation("a100x8_13b")
     runner = StreamRunner(scenario, demand_source(scenario).episode(4, stream_rng(0, "training")))
-    runner.run_planner(make_planner(scenario))
+    runner.run_planner()
     plans, _ = clairvoyant_plans(runner)
     runner.run_plans(plans)
     free_switching(runner)

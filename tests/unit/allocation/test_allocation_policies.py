@@ -14,6 +14,7 @@ from tokenyard.allocation.demand import (
     demand_source,
 )
 from tokenyard.allocation.dynamics import REWARD
+from tokenyard.allocation.markov import NUM_BINS, markov_load, value_iteration
 from tokenyard.allocation.planner import best_next, make_planner
 from tokenyard.allocation.plans import load_allocation, plan_table
 from tokenyard.allocation.policies import (
@@ -60,9 +61,10 @@ def test_a_load_of_few_different_demands_has_an_optimum(monkeypatch):
             return DemandStream(pool_per_s * share, 0, 0)
 
     monkeypatch.setattr(bounds, "demand_source", lambda scenario: FewDemands())
-    _, costs, transition = bounds.markov_load(SCENARIO)
-    assert transition.sum(axis=1) == pytest.approx(np.ones(bounds.NUM_BINS))
-    values, _ = bounds.value_iteration(costs, transition)
+    draws = [FewDemands().train(seed).per_s for seed in range(3)]
+    _, costs, transition = markov_load(make_planner(SCENARIO), draws)
+    assert transition.sum(axis=1) == pytest.approx(np.ones(NUM_BINS))
+    values, _ = value_iteration(costs, transition)
     assert np.isfinite(values).all()
     policy = bounds.value_iteration_policy(SCENARIO)
     outcomes = run_allocation(SCENARIO, FewDemands().train(1), policy)
@@ -83,18 +85,21 @@ def test_the_compiled_autoscaler_decides_as_the_class_does():
     assert compiled.column(REWARD) == pytest.approx(ours.column(REWARD))
 
 
-def test_the_compiled_planner_decides_as_the_class_does():
-    compiled = StreamRunner(SCENARIO, STREAM).run_planner(make_planner(SCENARIO))
-    ours = run_allocation(SCENARIO, STREAM, ForecastPlanner(SCENARIO))
+@pytest.mark.parametrize("name", ["a100x8_13b", "h100x8_13b_schedule_300"])
+def test_the_compiled_planner_decides_as_the_class_does(name):
+    scenario = load_allocation(name)
+    stream = demand_source(scenario).test(5, num_days=1)
+    compiled = StreamRunner(scenario, stream).run_planner()
+    ours = run_allocation(scenario, stream, ForecastPlanner(scenario))
     np.testing.assert_array_equal(compiled.plans, ours.plans)
 
 
 def test_compiled_and_plain_planners_agree():
     planner, rng = make_planner(SCENARIO), np.random.default_rng(0)
     for _ in range(5):
-        arguments = (planner, rng.uniform(0.5, 20, 3), rng.uniform(0, 0.6, 3), 3)
-        fast = best_next(*arguments, np.zeros((2, 15)))
-        assert fast == best_next.py_func(*arguments, np.zeros((2, 15)))
+        arguments = (planner, rng.uniform(0.5, 20, (3, 2)), rng.uniform(0, 0.6, 3), 3)
+        fast = best_next(*arguments, np.zeros((17, 15)))
+        assert fast == best_next.py_func(*arguments, np.zeros((17, 15)))
 
 
 def test_the_planner_gives_idle_gpus_back_where_no_request_comes():
@@ -163,7 +168,7 @@ def test_the_rule_that_ships_costs_less_than_tuned_ones_on_what_they_were_tuned_
     scenario = load_allocation(name)
     assert load_tuned_allocation(name).static_plan in plan_table(scenario).plans
     planner = StreamRunner(scenario, demand_source(scenario).train(0))
-    usd_per_slot = -planner.run_planner(make_planner(scenario)).column(REWARD).mean()
+    usd_per_slot = -planner.run_planner().column(REWARD).mean()
     # The two are level where hardly any plan fits, and a search over rules picks its luck.
     least = 0.997 if name in ("a100x8_70b", "h100x8_70b") else 1.0
     assert least * usd_per_slot < min(load_tuned_allocation(name).train_usd_per_slot.values())

@@ -12,7 +12,6 @@ from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.demand import DemandStream
 from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.forecast import NUM_HORIZONS, NUM_RECENT, fit_forecaster
-from tokenyard.allocation.planner import make_planner
 from tokenyard.allocation.plans import load_allocation, plan_table
 from tokenyard.allocation.scenario import PAPER_WEIGHTS
 from tokenyard.allocation.simulator.run import StreamRunner
@@ -94,16 +93,17 @@ def test_the_held_out_part_comes_after_what_is_learned_from_and_at_its_time_of_d
 def test_where_rewards_are_positive_what_earns_less_is_worse():
     """Costs are then negative, and to plan for a tenth of the demand earns less."""
     scenario = SCENARIO.model_copy(update={"objective": PAPER_WEIGHTS})
-    stream, planner = DemandStream(a_demand(days=10), 0, 0), make_planner(scenario)
-    usual = fit_forecaster([stream], scenario.slots_per_day)
+    stream = DemandStream(a_demand(days=10), 0, 0)
+    fitted = fit_forecaster([stream], scenario.slots_per_day)
+    usual = fitted.model_copy(update={"earlier_days": None})
     profile = (usual.profile[0] - np.log(10), *usual.profile[1:])
     blind = usual.model_copy(update={"profile": profile, "weights": NO_WEIGHTS})
     known, wasted = (StreamRunner(scenario, stream, one) for one in (usual, blind))
-    worse, changed = own_demand.judge(planner, known, wasted, 0)
-    earned = [one.run_planner(planner).column(REWARD).mean() for one in (known, wasted)]
+    worse, changed = own_demand.judge(known, wasted, 0)
+    earned = [one.run_planner().column(REWARD).mean() for one in (known, wasted)]
     assert 0.0 < earned[1] < earned[0]
     assert worse.estimate == pytest.approx((earned[0] - earned[1]) / earned[0])
     assert worse.low <= worse.estimate <= worse.high
     assert changed > 0
-    better, _ = own_demand.judge(planner, wasted, known, 0)
+    better, _ = own_demand.judge(wasted, known, 0)
     assert better.high < 0.0 < worse.low

@@ -22,6 +22,7 @@ from tokenyard.allocation.dynamics import (
     make_model,
 )
 from tokenyard.allocation.forecast import Forecaster, scenario_forecaster
+from tokenyard.allocation.markov import planner_on
 from tokenyard.allocation.observation import (
     NUM_RECENT_SHOWN,
     known_features,
@@ -29,7 +30,7 @@ from tokenyard.allocation.observation import (
     shape_of,
     write_observation,
 )
-from tokenyard.allocation.planner import HORIZON, best_next, make_planner
+from tokenyard.allocation.planner import best_next, make_planner
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies.rules import candidate_index
 from tokenyard.allocation.scenario import AllocationScenario
@@ -48,19 +49,20 @@ class ForecastPlanner:
             scenario: Whose plans and prices.
             forecaster: Of demand; None: fitted to the scenario's training part.
         """
-        self._table, self._planner = plan_table(scenario), make_planner(scenario)
         self._forecaster = forecaster or scenario_forecaster(scenario)
+        self._table, self._planner = plan_table(scenario), planner_on(scenario, self._forecaster)
         self._slot_s = scenario.slot_s
-        self._scratch = np.zeros((2, len(self._planner.candidates)))
+        size = len(self._planner.candidates)
+        self._scratch = np.zeros((2 + size, size))
 
     def allocate(self, state: AllocationState) -> Plan:
         """Forecast, plan, and return the first step."""
         if not state.may_switch:
             return state.plan
         slot = round(state.time_s / self._slot_s)
-        forecast, spread = self._forecaster.outlook(state.demand_per_s, slot)
+        cases, spread = self._forecaster.cases(state.demand_per_s, slot)
         now = candidate_index(self._table, self._planner, state.plan)
-        chosen = best_next(self._planner, forecast[:HORIZON], spread, now, self._scratch)
+        chosen = best_next(self._planner, cases, spread, now, self._scratch)
         return state.plan if chosen == now else self._table.plans[self._planner.candidates[chosen]]
 
 

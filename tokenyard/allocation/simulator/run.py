@@ -6,12 +6,15 @@ run them over millions of slots.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
 from tokenyard.allocation.demand import DemandStream
 from tokenyard.allocation.dynamics import NUM_OUT, measurements
-from tokenyard.allocation.forecast import Forecaster, Outlook, history_slots, scenario_forecaster
-from tokenyard.allocation.planner import HORIZON, PlannerModel, best_next
+from tokenyard.allocation.forecast import Forecaster, history_slots, scenario_forecaster
+from tokenyard.allocation.markov import planner_on
+from tokenyard.allocation.planner import PlannerModel, best_next
 from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.allocation.simulator import AllocationOutcomes, AllocationSim
 from tokenyard.allocation.simulator.kernel import LEFT, PLAN, REFUSED, SINCE, may_switch, step_one
@@ -71,12 +74,10 @@ class StreamRunner:
         forecaster: Forecaster | None = None,
         objective: Objective | None = None,
     ) -> None:
-        self.scenario, self.stream = scenario, stream
+        self.scenario, self.stream, self._objective = scenario, stream, objective
         self._forecaster = forecaster or scenario_forecaster(scenario)
         self._sim = AllocationSim(scenario, 1, stream.num_slots, self._forecaster, objective)
         self.forecasts = self._forecaster.forecast_all(stream)[stream.first :]
-        outlook = self._forecaster.outlook_all(stream)
-        self.outlook = Outlook(*(one[stream.first :] for one in outlook))
         self._sim.load(0, stream)
         self._start = self._sim.plan(0)
         self._outs = np.zeros((stream.num_slots, NUM_OUT))
@@ -87,6 +88,10 @@ class StreamRunner:
         """The simulator it runs in."""
         return self._sim
 
+    @cached_property
+    def _planner(self) -> PlannerModel:
+        return planner_on(self.scenario, self._forecaster, self._objective)
+
     def highest(self, window: int) -> FloatArray:
         """Highest demand of the last `window` slots before each, shape (slots,)."""
         demand, first = self.stream.per_s, self.stream.first
@@ -95,15 +100,17 @@ class StreamRunner:
         ]
         return np.asarray(np.max(lags, axis=0))
 
-    def run_planner(self, planner: PlannerModel) -> AllocationOutcomes:
+    def run_planner(self) -> AllocationOutcomes:
         """Run the receding-horizon planner."""
         sim = self._restart()
+        planner, first = self._planner, self.stream.first
+        size = len(planner.candidates)
+        cases, spread = self._forecaster.cases_all(self.stream)
         to_candidate = candidate_of(planner, sim.shapes)
-        forecasts = np.ascontiguousarray(self.outlook.median_per_s[:, :HORIZON])
         run_planner(
             sim.model, sim.stream(0), sim.rules, sim.counts[0], sim.numbers[0], planner,
-            forecasts, self.outlook.spread, to_candidate, np.zeros((2, len(planner.candidates))),
-            self._outs, self._plans,
+            np.ascontiguousarray(cases[first:]), np.ascontiguousarray(spread[first:]),
+            to_candidate, np.zeros((2 + size, size)), self._outs, self._plans,
         )  # fmt: skip
         return self._outcomes()
 
@@ -152,8 +159,8 @@ def candidate_of(planner: PlannerModel, shapes: IntArray) -> IntArray:
 
 @compiled
 def run_planner(
-    model, stream, rules, counts, numbers, planner, forecasts, spreads, to_candidate, scratch,
-    outs, plans,
+    model, stream, rules, counts, numbers, planner, cases, spreads, to_candidate, scratch, outs,
+    plans,
 ):  # fmt: skip
     """Plan and live through every slot."""
     for t in range(len(outs)):
@@ -161,7 +168,7 @@ def run_planner(
         action = now
         if may_switch(counts, rules):
             current = to_candidate[now]
-            chosen = best_next(planner, forecasts[t], spreads[t], current, scratch)
+            chosen = best_next(planner, cases[t], spreads[t], current, scratch)
             if chosen != current:
                 action = planner.candidates[chosen]
         step_one(model, stream, rules, counts, numbers, action, outs[t])
