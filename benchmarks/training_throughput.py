@@ -50,7 +50,6 @@ import envs
 from envs import LoadBalancingEnv, LoadBalancingVectorEnv
 from tokenyard import metrics
 from tokenyard.allocation.plans import load_allocation
-from tokenyard.allocation.policies.rules import load_tuned_allocation
 from tokenyard.allocation.problem import PROBLEM as ALLOCATION
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.provenance import ResultFile, command_line, write_result
@@ -113,7 +112,7 @@ class Args:
     validation_streams: int = 4
     """Streams on which routers are judged."""
     cloned: bool = False
-    """Whether actors of allocation first learn what the tuned autoscaler does (not counted)."""
+    """Whether actors of allocation first learn what the planner does (not counted)."""
     slice_fraction: float = 1.0
     """Share of the usual length of a slice; less only to try the benchmark out."""
     scaling: bool = False
@@ -252,7 +251,7 @@ def allocator(
     training = AllocationRllib(trial.algorithm_config(scenario), scenario, algorithm)
     cloned = args.cloned and algorithm != "dqn"
     if cloned:
-        training.clone(load_tuned_allocation(scenario.name).autoscaler, args.seed)
+        training.clone(args.seed)
     return _contestant(training, implementation, algorithm, "cloned" if cloned else "plain")
 
 

@@ -23,6 +23,8 @@ NUM_CASES = 9
 """Equally likely demands that stand for each of them."""
 NUM_ALIKE = 6
 """Latest slots that are compared."""
+_NUM_MOMENTS = 100
+"""Moments, those of most weight, whose futures count."""
 _SHIFT_S, _LONGEST_SHIFT_S = 240.0, 300.0
 """Spread, and limit, of how much earlier or later in the day the same thing happens."""
 _OTHER_TIMES, _OTHER_TIME_WEIGHT = 72, 0.005
@@ -80,6 +82,9 @@ class EarlierDays(FrozenModel):
         for lag in range(1, NUM_ALIKE + 1):
             distance += np.square(log[:, -lag, None] - days[at - lag])
         weight = np.tile(prior, len(starts)) - distance / (8 * self.noise**2)
+        if at.shape[1] > _NUM_MOMENTS:
+            kept = np.argpartition(weight, -_NUM_MOMENTS, axis=1)[:, -_NUM_MOMENTS:]
+            at, weight = (np.take_along_axis(values, kept, 1) for values in (at, weight))
         weight = np.exp(weight - weight.max(axis=1, keepdims=True))
         weight /= weight.sum(axis=1, keepdims=True)
         cases = np.zeros((len(slots), NUM_AHEAD, NUM_CASES))

@@ -89,8 +89,16 @@ class StreamRunner:
         return self._sim
 
     @cached_property
-    def _planner(self) -> PlannerModel:
-        return planner_on(self.scenario, self._forecaster, self._objective)
+    def _planning(self) -> tuple[PlannerModel, FloatArray, FloatArray, IntArray, FloatArray]:
+        """The planner, cases and spreads of every slot, candidate of every plan, scratch."""
+        planner = planner_on(self.scenario, self._forecaster, self._objective)
+        cases, spread = (
+            np.ascontiguousarray(values[self.stream.first :])
+            for values in self._forecaster.cases_all(self.stream)
+        )
+        size = len(planner.candidates)
+        to_candidate = candidate_of(planner, self._sim.shapes)
+        return planner, cases, spread, to_candidate, np.zeros((2 + size, size))
 
     def highest(self, window: int) -> FloatArray:
         """Highest demand of the last `window` slots before each, shape (slots,)."""
@@ -103,16 +111,19 @@ class StreamRunner:
     def run_planner(self) -> AllocationOutcomes:
         """Run the receding-horizon planner."""
         sim = self._restart()
-        planner, first = self._planner, self.stream.first
-        size = len(planner.candidates)
-        cases, spread = self._forecaster.cases_all(self.stream)
-        to_candidate = candidate_of(planner, sim.shapes)
         run_planner(
-            sim.model, sim.stream(0), sim.rules, sim.counts[0], sim.numbers[0], planner,
-            np.ascontiguousarray(cases[first:]), np.ascontiguousarray(spread[first:]),
-            to_candidate, np.zeros((2 + size, size)), self._outs, self._plans,
+            sim.model, sim.stream(0), sim.rules, sim.counts[0], sim.numbers[0], *self._planning,
+            self._outs, self._plans,
         )  # fmt: skip
         return self._outcomes()
+
+    def planned(self, slot: int) -> int:
+        """Return what the planner would have in force in a slot after the present plan."""
+        planner, cases, spread, to_candidate, scratch = self._planning
+        now = self._sim.plan(0)
+        current = int(to_candidate[now])
+        chosen = best_next(planner, cases[slot], spread[slot], current, scratch)
+        return now if chosen == current else int(planner.candidates[chosen])
 
     def run_autoscaler(
         self, family: IntArray, out_signal: FloatArray, in_signal: FloatArray, cooldown: int

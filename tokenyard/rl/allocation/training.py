@@ -3,8 +3,8 @@
 Gradient methods act on shape (a pair of parallelism and GPUs) and memory, the hybrid action of the
 allocation paper without its infeasible pairs; DQN on shapes. Their rewards are told relative to the
 best of the slot were changes free, which depends on demand alone. Training has two stages where a
-trial asks for it: the network first learns what the tuned autoscaler does (behaviour cloning), then
-from rewards.
+trial asks for it: the network first learns what the planner does (behaviour cloning), then from
+rewards.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ from tokenyard.allocation.artifact import AllocationArtifact, AllocationMetadata
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.plans import plan_table
-from tokenyard.allocation.policies.autoscaler import AutoscalerRule, family
-from tokenyard.allocation.policies.rules import load_tuned_allocation
 from tokenyard.allocation.scenario import PAPER_WEIGHTS, AllocationScenario, Objective
-from tokenyard.allocation.simulator.kernel import SINCE
-from tokenyard.allocation.simulator.run import StreamRunner, autoscale
+from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.allocation.tabular import TabularConfig, TabularLearner
 from tokenyard.rl.algorithms import CLIPPED, dqn_config, flat_numbers, hyperparameters, ppo_config
 from tokenyard.rl.allocation.modules import STAY_BONUS, AllocationActorCritic, AllocationQNetwork
@@ -39,7 +36,7 @@ from tokenyard.types import FloatArray, IntArray
 
 RllibAlgorithm = Literal["ppo", "a2c", "dqn"]
 Algorithm = Literal["ppo", "a2c", "dqn", "q_learning", "sarsa", "cloned_ppo", "cloned_a2c"]
-"""After `cloned_`, it first learns what the tuned autoscaler does."""
+"""After `cloned_`, it first learns what the planner does."""
 _CLONED = "cloned_"
 NUM_ENVS = 32
 """Copies of the environment that one env runner steps at once."""
@@ -100,8 +97,8 @@ class AllocationRllib(RllibLearner[AllocationScenario]):
 
     _cloned = False
 
-    def clone(self, rule: AutoscalerRule, seed: int) -> float:
-        """Teach the actor what an autoscaler does; return how often it then agrees, in [0, 1].
+    def clone(self, seed: int) -> float:
+        """Teach the actor what the planner does; return how often it then agrees, in [0, 1].
 
         Raises:
             ValueError: A Q-network, whose outputs are no preferences.
@@ -109,7 +106,7 @@ class AllocationRllib(RllibLearner[AllocationScenario]):
         module = self.module
         if not isinstance(module, AllocationActorCritic):
             raise ValueError("only an actor can be cloned: take ppo or a2c")
-        observations, shapes = demonstrations(self._trained_for, rule, seed)
+        observations, shapes = demonstrations(self._trained_for, seed)
         agreement = _fit_actor(module, observations, shapes, seed)
         self._algorithm.env_runner_group.sync_weights(
             from_worker_or_learner_group=self._algorithm.learner_group, inference_only=True
@@ -135,10 +132,8 @@ class AllocationRllib(RllibLearner[AllocationScenario]):
         return AllocationArtifact(metadata, arrays)
 
 
-def demonstrations(
-    scenario: AllocationScenario, rule: AutoscalerRule, seed: int
-) -> tuple[FloatArray, IntArray]:
-    """Observations, and the shape that an autoscaler would choose in each.
+def demonstrations(scenario: AllocationScenario, seed: int) -> tuple[FloatArray, IntArray]:
+    """Observations, and the shape that the planner would choose in each.
 
     Now and then a random plan is taken instead, so that it shows how it recovers.
 
@@ -147,19 +142,12 @@ def demonstrations(
     """
     source, table = demand_source(scenario), plan_table(scenario)
     rng = np.random.default_rng([seed, 3])
-    plans = family(table, rule.tensor_parallel)
     rows, labels = [], []
     for draw in range(_NUM_DEMONSTRATIONS):
         runner = StreamRunner(scenario, source.train(20_000 + 100 * seed + draw))
         sim, shapes = runner.sim, runner.sim.shapes
-        wanted_out = runner.highest(rule.out_window) / rule.out_utilisation
-        wanted_in = runner.highest(rule.in_window) / rule.in_utilisation
         for slot in range(runner.stream.num_slots):
-            may_return = sim.counts[0, SINCE] >= rule.cooldown_slots
-            wanted = autoscale(
-                plans, table.goodput_capacity_per_s, sim.plan(0), wanted_out[slot], wanted_in[slot],
-                may_return,
-            )  # fmt: skip
+            wanted = runner.planned(slot)
             rows.append(sim.observe()[0].copy())
             labels.append(shapes[wanted if sim.may_switch(0) else sim.plan(0)])
             taken = rng.integers(table.num_plans) if rng.random() < _WANDER else wanted
@@ -218,7 +206,7 @@ class AllocationTrialConfig(TrialConfig):
             return TabularTraining(learner, self.steps_per_iteration)
         training = AllocationRllib(self.algorithm_config(scenario), scenario, self._learner)
         if self.algorithm.startswith(_CLONED):
-            training.clone(load_tuned_allocation(scenario.name).autoscaler, self.seed)
+            training.clone(self.seed)
         return training
 
     @property
