@@ -181,11 +181,6 @@ class Forecaster(FrozenModel):
             return Cases(cases, np.zeros(cases.shape[:2]))
         return _one_case(self.outlook_all(stream))
 
-    def quantile(self, median_per_s: FloatArray, share: float) -> FloatArray:
-        """Quantile of demand around forecasts, shape (..., NUM_HORIZONS)."""
-        factor: FloatArray = np.exp(norm.ppf(share) * self._spread)
-        return median_per_s * factor
-
     def _weighed(self, log: FloatArray, medians: FloatArray, at: IntArray) -> Outlook:
         """Average forecasts made before the consecutive slots `at` with the recent level."""
         summed = np.concatenate([[0.0], np.cumsum(log)])
