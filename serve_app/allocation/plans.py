@@ -15,7 +15,7 @@ from serve_app.policy.loading import ask_registry
 from tokenyard.allocation.artifact import learned_for, resolve_allocation_champion
 from tokenyard.allocation.dynamics import NUM_OUT, Model, measurements, run_slot
 from tokenyard.allocation.plans import PlanTable, load_allocation, plan_table
-from tokenyard.allocation.policies import BEST_RULE, make_allocation_policy
+from tokenyard.allocation.policies import best_rule, make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.types import AllocationPolicy, Plan, SlotMeasurements
@@ -74,8 +74,9 @@ def load_plan_policy(
             scenario.name, path, lambda model: registered
         )
     except NoChampionError:
-        policy, _ = load_plan_policy(BEST_RULE, scenario)
-        return policy, PlanOrigin(f"the rule {BEST_RULE}", registry_error=error)
+        best = best_rule(scenario.name)
+        policy, _ = load_plan_policy(best, scenario)
+        return policy, PlanOrigin(f"the rule {best}", registry_error=error)
     run_id = None if registered is None else registered.run_id
     origin = PlanOrigin(source, artifact.sha256, run_id, error)
     return learned_for(artifact, scenario, source), origin

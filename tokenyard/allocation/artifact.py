@@ -149,7 +149,7 @@ def learned_allocation(artifact: AllocationArtifact) -> AllocationPolicy:
 def resolve_allocation_champion(
     scenario: str, path: str | Path | None = None, registry: RegistryLookup | None = None
 ) -> tuple[AllocationArtifact, str]:
-    """As `tokenyard.artifact.find_champion`; where there is none, `BEST_RULE` decides."""
+    """As `tokenyard.artifact.find_champion`; where there is none, `best_rule` says what decides."""
     trainer = "python pipelines/sweep.py allocation:default"
     return find_champion("allocation", scenario, AllocationArtifact.load, trainer, path, registry)
 

@@ -28,7 +28,7 @@ from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.dynamics import NUM_OUT, REWARD
 from tokenyard.allocation.evaluation import MEASURES, daily_cost, summarise
 from tokenyard.allocation.plans import load_allocation
-from tokenyard.allocation.policies import ALLOCATION_BASELINES, BEST_RULE, make_allocation_policy
+from tokenyard.allocation.policies import ALLOCATION_BASELINES, best_rule, make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario, allocation_names
 from tokenyard.allocation.simulator import AllocationOutcomes
@@ -130,8 +130,8 @@ class Allocation(Problem[AllocationScenario, AllocationArtifact, Demands, Alloca
         return Demands(drawn, source.origin)
 
     def best_tuned_rule(self, scenario: AllocationScenario) -> str | None:
-        """Rule that costs least on the training part."""
-        return BEST_RULE
+        """Rule that decides where no policy was trained."""
+        return best_rule(scenario.name)
 
     def measures(self, scenario: AllocationScenario) -> Sequence[Measure]:
         """Cost, attainment, energy and changes of plan."""
@@ -161,7 +161,8 @@ def _learned(
     try:
         artifact, source = resolve_allocation_champion(scenario.name, path, registry)
     except NoChampionError:
-        return Candidate(name, f"the rule {BEST_RULE}", partial(_run_rule, BEST_RULE), BEST_RULE)
+        rule = best_rule(scenario.name)
+        return Candidate(name, f"the rule {rule}", partial(_run_rule, rule), rule)
     policy = learned_for(artifact, scenario, source)
     words = f"{source}, trained by {artifact.metadata.trainer}, {artifact.sha256}"
     return Candidate(Path(name).stem if path else name, words, partial(_run_policy, policy))

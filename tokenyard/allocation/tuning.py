@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.policies.autoscaler import AutoscalerRule, family, tensor_degrees
 from tokenyard.allocation.policies.rules import TunedAllocation
+from tokenyard.allocation.recurring import RECURRING_KINDS
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.simulator import AllocationOutcomes
 from tokenyard.allocation.simulator.run import StreamRunner
@@ -20,6 +22,7 @@ IN_UTILISATIONS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
 WINDOWS = (1, 2, 6)
 AHEAD = (1, 3, 6)
 COOLDOWNS = (0, 6)
+_FURTHER_SEED, _FURTHER_DRAWS = 2_000, 3
 
 
 def tune_allocation(scenario: AllocationScenario) -> TunedAllocation:
@@ -28,10 +31,9 @@ def tune_allocation(scenario: AllocationScenario) -> TunedAllocation:
     table, slots = runner.sim.table, runner.stream.num_slots
     statics = [_cost(runner.run_plans(np.full(slots, p))) for p in range(table.num_plans)]
     static = int(np.argmin(statics))
-    back = {window: runner.highest(window) for window in WINDOWS}
-    ahead = {window: runner.forecasts[:, :window].max(axis=1) for window in AHEAD}
-    reactive, reactive_cost = _best_rule(runner, back, (1, 2))
-    forecasting, forecasting_cost = _best_rule(runner, ahead, AHEAD)
+    reactive, reactive_cost = _best_rule(runner, _back(runner), (1, 2))
+    forecasting, forecasting_cost = _best_rule(runner, _ahead(runner), AHEAD)
+    rules = {"autoscaler_tuned": reactive, "autoscaler_forecast": forecasting}
     return TunedAllocation(
         scenario=runner.scenario.name,
         static_plan=table.plans[static],
@@ -42,7 +44,27 @@ def tune_allocation(scenario: AllocationScenario) -> TunedAllocation:
             "autoscaler_tuned": reactive_cost,
             "autoscaler_forecast": forecasting_cost,
         },
+        best_rule=best_on_further_days(scenario, rules),
     )
+
+
+def best_on_further_days(scenario: AllocationScenario, rules: Mapping[str, AutoscalerRule]) -> str:
+    """Return which of the planner and two autoscalers costs least on days that nothing saw.
+
+    Args:
+        scenario: Where its days are not drawn, the planner is returned.
+        rules: `autoscaler_tuned` and `autoscaler_forecast`.
+    """
+    if scenario.demand.source not in RECURRING_KINDS:
+        return "planner"
+    costs = dict.fromkeys(["planner", *rules], 0.0)
+    for seed in range(_FURTHER_SEED, _FURTHER_SEED + _FURTHER_DRAWS):
+        runner = StreamRunner(scenario, demand_source(scenario).train(seed))
+        costs["planner"] += _cost(runner.run_planner())
+        for name, rule in rules.items():
+            signals = _ahead(runner) if name == "autoscaler_forecast" else _back(runner)
+            costs[name] += _rule_cost(runner, rule, signals)
+    return min(costs, key=lambda name: costs[name])
 
 
 def _best_rule(
@@ -52,23 +74,36 @@ def _best_rule(
     table = runner.sim.table
     best, least = None, np.inf
     for degree in tensor_degrees(table):
-        plans = family(table, degree)
         grid = itertools.product(out_windows, signals, OUT_UTILISATIONS, IN_UTILISATIONS, COOLDOWNS)
         for out_window, in_window, out, back, cooldown in grid:
             if back > out:
                 continue
-            outcomes = runner.run_autoscaler(
-                plans, signals[out_window] / out, signals[in_window] / back, cooldown
-            )
-            cost = _cost(outcomes)
+            rule = AutoscalerRule(
+                tensor_parallel=degree, out_utilisation=out, in_utilisation=back,
+                out_window=out_window, in_window=in_window, cooldown_slots=cooldown,
+            )  # fmt: skip
+            cost = _rule_cost(runner, rule, signals)
             if cost < least:
-                least = cost
-                best = AutoscalerRule(
-                    tensor_parallel=degree, out_utilisation=out, in_utilisation=back,
-                    out_window=out_window, in_window=in_window, cooldown_slots=cooldown,
-                )  # fmt: skip
+                best, least = rule, cost
     assert best is not None
     return best, least
+
+
+def _rule_cost(runner: StreamRunner, rule: AutoscalerRule, signals: dict[int, FloatArray]) -> float:
+    out = signals[rule.out_window] / rule.out_utilisation
+    back = signals[rule.in_window] / rule.in_utilisation
+    plans = family(runner.sim.table, rule.tensor_parallel)
+    return _cost(runner.run_autoscaler(plans, out, back, rule.cooldown_slots))
+
+
+def _back(runner: StreamRunner) -> dict[int, FloatArray]:
+    """Highest demand of latest slots, by how many."""
+    return {window: runner.highest(window) for window in WINDOWS}
+
+
+def _ahead(runner: StreamRunner) -> dict[int, FloatArray]:
+    """Highest forecast of the coming slots, by how many."""
+    return {window: runner.forecasts[:, :window].max(axis=1) for window in AHEAD}
 
 
 def _cost(outcomes: AllocationOutcomes) -> float:

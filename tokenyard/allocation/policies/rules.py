@@ -34,6 +34,8 @@ class TunedAllocation(FrozenModel):
     forecast_autoscaler: AutoscalerRule
     train_usd_per_slot: dict[str, float]
     """Cost of each on the training part, SLO violations included."""
+    best_rule: str = "planner"
+    """What costs least on further days, where days are drawn; recorded ones are too few to tell."""
 
 
 def load_tuned_allocation(scenario: str) -> TunedAllocation:
