@@ -5,7 +5,11 @@ from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.earlier_days import LEVELS, NUM_AHEAD, NUM_CASES, fit_earlier_days
 from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.plans import load_allocation
+from tokenyard.allocation.policies import best_rule
+from tokenyard.allocation.policies.rules import load_tuned_allocation
+from tokenyard.allocation.problem import PROBLEM
 from tokenyard.allocation.recurring import RECURRING_KINDS, recurring_demand
+from tokenyard.allocation.tuning import best_on_further_days
 
 SCENARIO = load_allocation("h100x8_13b_schedule_300")
 SOURCE = demand_source(SCENARIO)
@@ -54,3 +58,31 @@ def test_a_job_is_told_before_it_begins_and_cases_are_as_likely_as_they_say():
 
 def test_too_few_days_are_none():
     assert fit_earlier_days(SOURCE.train(0, num_days=3), DAY) is None
+
+
+@pytest.mark.parametrize(
+    ("scenario", "rule"),
+    [
+        ("a100x8_13b_bursts_30", "autoscaler_tuned"),
+        ("h100x8_13b_schedule_300", "planner"),
+        ("a100x8_13b", "planner"),
+        ("nothing_of_that_name", "planner"),
+    ],
+)
+def test_what_costs_least_on_further_days_decides_where_nothing_was_trained(scenario, rule):
+    assert best_rule(scenario) == rule
+
+
+def test_the_champion_of_a_scenario_without_a_policy_is_its_best_rule():
+    bursts = load_allocation("a100x8_13b_bursts_30")
+    assert PROBLEM.best_tuned_rule(bursts) == "autoscaler_tuned"
+    assert PROBLEM.candidate(bursts, "champion").source == "the rule autoscaler_tuned"
+
+
+def test_the_rule_is_chosen_on_days_of_the_same_kind():
+    tuned = load_tuned_allocation(SCENARIO.name)
+    rules = {
+        "autoscaler_tuned": tuned.autoscaler, "autoscaler_forecast": tuned.forecast_autoscaler
+    }  # fmt: skip
+    assert best_on_further_days(SCENARIO, rules) == tuned.best_rule
+    assert best_on_further_days(load_allocation("a100x8_13b"), rules) == "planner"
