@@ -38,8 +38,6 @@ NUM_HORIZONS = 24
 """Slots ahead that are forecast: with 5 minutes, two hours."""
 _HORIZON = 12
 """Slots that are planned ahead; twice as many change costs by less than 0.3 %."""
-_EARLIER_DAYS_MAY_LOSE = 1.05
-"""How many times the regression's loss earlier days' may be, for plans to be made on them."""
 _JUDGED_SHARE = 0.25
 """Share of a training stream's days, the last ones, by which they are compared."""
 _AROUND = 2
@@ -279,7 +277,7 @@ def fit_forecaster(streams: list[DemandStream], slots_per_day: int) -> Forecaste
 
 
 def _earlier_days_tell(regression: Forecaster, stream: DemandStream) -> bool:
-    """Whether the first days of a stream forecast its last ones as well as a regression does."""
+    """Whether the first days of a stream forecast its last ones better than a regression does."""
     day, num = regression.slots_per_day, len(stream.per_s)
     cut = num - round(num // day * _JUDGED_SHARE) * day
     earlier = fit_earlier_days(DemandStream(stream.per_s[:cut], 0, stream.start_slot), day)
@@ -292,7 +290,7 @@ def _earlier_days_tell(regression: Forecaster, stream: DemandStream) -> bool:
     median, spread = (one[cut + at, :NUM_AHEAD, None] for one in outlook)
     lognormal = np.log(median) + spread * norm.ppf(LEVELS)
     cases = np.log(earlier.cases_all(judged)[at])
-    return _pinball(cases, truth) < _EARLIER_DAYS_MAY_LOSE * _pinball(lognormal, truth)
+    return _pinball(cases, truth) < _pinball(lognormal, truth)
 
 
 def _pinball(quantiles: FloatArray, truth: FloatArray) -> float:

@@ -45,7 +45,7 @@ HERE = [
     ),
     (
         ["autopilot_drift.py", "--months", "0.1", "--most-pairs", "3"],
-        {"cycle", "active", "candidate", "conclusion", "pairs", "delta_to_default_fraction"},
+        {"active", "candidate", "conclusion", "pairs"},
     ),
 ]
 """Arguments, and keys of every row."""

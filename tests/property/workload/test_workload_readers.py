@@ -28,7 +28,8 @@ def test_both_ways_of_reading_give_the_same_trace(rows, azure):
         path = Path(folder) / "trace.csv"
         path.write_text("\n".join([",".join(header), *lines]))
         found = readers._read_clean_csv(path, layout, header, "s")
-        careful_rows = list(readers._csv_rows(path, layout, header))
+        with path.open(encoding="utf-8", newline="") as file:
+            careful_rows = list(readers._csv_rows(file, layout, header))
         careful, num_skipped, _ = readers._from_rows(path, careful_rows, layout, "s", "raise")
 
     assert found is not None

@@ -31,7 +31,7 @@ def test_plans_are_made_on_earlier_days_where_demand_jumps_and_on_the_regression
     assert scenario_forecaster(load_allocation("a100x8_13b")).earlier_days is None
     assert scenario_forecaster(load_allocation("local_cpu_ranks")).earlier_days is None
     assert scenario_forecaster(SCENARIO).earlier_days is not None
-    assert scenario_forecaster(load_allocation("a100x8_13b_flat_120")).earlier_days is not None
+    assert scenario_forecaster(load_allocation("a100x8_13b_flat_120")).earlier_days is None
 
 
 def test_what_is_told_live_is_what_is_told_of_the_whole_stream():
