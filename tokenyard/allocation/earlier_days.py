@@ -58,10 +58,10 @@ class EarlierDays(FrozenModel):
         latest = np.concatenate([np.full(NUM_ALIKE - len(latest), latest[0]), latest])
         return np.asarray(self._cases(latest[None], np.array([end_slot]))[0])
 
-    def cases_all(self, stream: DemandStream) -> FloatArray:
-        """Return what `cases` says before every slot, shape (slots, NUM_AHEAD, NUM_CASES)."""
+    def cases_all(self, stream: DemandStream, at: IntArray | None = None) -> FloatArray:
+        """Return what `cases` says before slots, all by default, shape (slots, AHEAD, CASES)."""
         padded = np.concatenate([np.full(NUM_ALIKE, stream.per_s[0]), stream.per_s])
-        at = np.arange(len(stream.per_s))
+        at = np.arange(len(stream.per_s)) if at is None else at
         latest = padded[at[:, None] + np.arange(NUM_ALIKE)]
         parts = range(0, len(at), _BATCH)
         return np.concatenate(

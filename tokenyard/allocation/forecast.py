@@ -39,7 +39,9 @@ NUM_HORIZONS = 24
 _HORIZON = 12
 """Slots that are planned ahead; twice as many change costs by less than 0.3 %."""
 _JUDGED_SHARE = 0.25
-"""Share of a training stream's days, the last ones, by which they are compared."""
+"""Share of a training stream's days, the last ones, by which forecasts are compared."""
+_JUDGED_SLOTS = 4_000
+"""Slots of those days, at most, that are looked at."""
 _AROUND = 2
 """Slots before and after the same time of an earlier day that are averaged."""
 _LEVEL_SLOTS = 12
@@ -284,12 +286,14 @@ def _earlier_days_tell(regression: Forecaster, stream: DemandStream) -> bool:
     if earlier is None or cut == num:
         return False
     judged = DemandStream(stream.per_s[cut:], 0, (stream.start_slot + cut) % day)
-    at = np.arange(num - cut - NUM_AHEAD)
+    at = np.arange(0, num - cut - NUM_AHEAD, 1 + (num - cut) // _JUDGED_SLOTS)
     truth = np.log(np.maximum(judged.per_s, _SMALLEST_PER_S)[at[:, None] + np.arange(NUM_AHEAD)])
-    outlook = regression.outlook_all(stream)
-    median, spread = (one[cut + at, :NUM_AHEAD, None] for one in outlook)
+    begin = max(0, cut - history_slots(day))
+    recent = DemandStream(stream.per_s[begin:], 0, (stream.start_slot + begin) % day)
+    outlook = regression.outlook_all(recent)
+    median, spread = (one[cut - begin + at, :NUM_AHEAD, None] for one in outlook)
     lognormal = np.log(median) + spread * norm.ppf(LEVELS)
-    cases = np.log(earlier.cases_all(judged)[at])
+    cases = np.log(earlier.cases_all(judged, at))
     return _pinball(cases, truth) < _pinball(lognormal, truth)
 
 
