@@ -36,7 +36,15 @@ from serve_app.policy.autopilot import AutopilotReport, Step
 from tokenyard.artifact import RegistryError, model_name
 from tokenyard.config import sentence_of
 from tokenyard.provenance import ResultFile, command_line, write_result
-from tokenyard.registry import CANDIDATE, connect, fail_soon, mlflow_lookup, offer, registry_errors
+from tokenyard.registry import (
+    CANDIDATE,
+    connect,
+    experiment_id,
+    fail_soon,
+    mlflow_lookup,
+    offer,
+    registry_errors,
+)
 from tokenyard.routing.artifact import PolicyArtifact, rule_for
 from tokenyard.routing.comparison import MOST_ERROR
 from tokenyard.routing.decision_log import LoggedOutcomes, read_outcomes
@@ -285,20 +293,20 @@ class Autopilot:
 
     def _log_run(self, report: AutopilotReport, registry: str) -> None:
         """Make an MLflow run of a step, in the run of its cycle."""
-        import mlflow
-
-        mlflow.set_tracking_uri(registry)
-        mlflow.set_experiment("tokenyard-autopilot")
+        client = connect(registry)
+        experiment = experiment_id(client, "tokenyard-autopilot")
         if self._run is None:
-            with mlflow.start_run(run_name=f"cycle {time.strftime('%Y-%m-%d %H:%M')}") as parent:
-                self._run = parent.info.run_id
-        with (
-            mlflow.start_run(run_id=self._run),
-            mlflow.start_run(run_name=report.step, nested=True),
-        ):
-            fields = report.model_dump(exclude_none=True)
-            mlflow.log_metrics({k: v for k, v in fields.items() if isinstance(v, float)})
-            mlflow.set_tags({k: str(v) for k, v in fields.items() if not isinstance(v, float)})
+            name = f"cycle {time.strftime('%Y-%m-%d %H:%M')}"
+            self._run = client.create_run(experiment, run_name=name).info.run_id
+            client.set_terminated(self._run)
+        tags = {"mlflow.parentRunId": self._run}
+        run = client.create_run(experiment, tags=tags, run_name=report.step).info.run_id
+        for key, value in report.model_dump(exclude_none=True).items():
+            if isinstance(value, float):
+                client.log_metric(run, key, value)
+            else:
+                client.set_tag(run, key, str(value))
+        client.set_terminated(run)
 
     def _finish(self, note: str, step: Step = "waiting", **changes: Any) -> None:
         self._go_on(step, note, next_s=time.time() + 3600.0 * self.args.every_h, **changes)

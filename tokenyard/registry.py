@@ -268,11 +268,7 @@ def log_artifact(client: MlflowClient, run_id: str, artifact: TrainedPolicy) -> 
 
 def _log(client: MlflowClient, experiment: str, model: str, artifact: TrainedPolicy) -> str:
     """Log an artifact with its metrics and lineage into a run of its own; return the run's id."""
-    existing = client.get_experiment_by_name(experiment)
-    if existing is None:
-        number = client.create_experiment(experiment, _artifact_location(client.tracking_uri))
-    else:
-        number = existing.experiment_id
+    number = experiment_id(client, experiment)
     run_id = str(client.create_run(number, run_name=f"{model}-{artifact.sha256}").info.run_id)
     log_artifact(client, run_id, artifact)
     for key, value in artifact.metadata.metrics.items():
@@ -281,6 +277,14 @@ def _log(client: MlflowClient, experiment: str, model: str, artifact: TrainedPol
         client.set_tag(run_id, f"lineage.{key}", text)
     client.set_terminated(run_id)
     return run_id
+
+
+def experiment_id(client: MlflowClient, name: str) -> str:
+    """Find an MLflow experiment, or create it."""
+    existing = client.get_experiment_by_name(name)
+    if existing is not None:
+        return str(existing.experiment_id)
+    return str(client.create_experiment(name, _artifact_location(client.tracking_uri)))
 
 
 def _artifact_location(tracking_uri: str) -> str | None:

@@ -1,6 +1,7 @@
 """The autopilot before a real gateway over HTTP: promotion, veto, a process that dies."""
 
 import asyncio
+import os
 import threading
 import time
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from pipelines.autopilot import (
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.http.free_port import free_port
 from serve_app.http.listener import Listener
+from tokenyard.registry import connect, experiment_id
 from tokenyard.routing.own_traffic import Choice, Found, Traffic
 
 pytestmark = pytest.mark.integration
@@ -135,8 +137,15 @@ def test_a_simulator_that_is_far_off_and_a_dry_run_try_nothing(tmp_path, quick):
         pilot.run()
         assert "off by 40%" in pilot.state.note
         quick["error"] = 0.05
-        dry = an_autopilot(url, tmp_path, act=False)
+        registry = f"sqlite:///{tmp_path}/mlflow.db"
+        dry = an_autopilot(url, tmp_path, act=False, registry=registry)
         dry.run()
+        client = connect(registry)
+        runs = client.search_runs([experiment_id(client, "tokenyard-autopilot")])
+        nested = [run for run in runs if "mlflow.parentRunId" in run.data.tags]
+        assert {run.info.run_name for run in nested} == {"training", "waiting"}
+        assert len(runs) == len(nested) + 1
+        assert "MLFLOW_TRACKING_URI" not in os.environ
         assert "--act would try least_connections" in dry.state.note
         policies = get(url, "/v1/policies")
         assert policies["experiment"] is None
