@@ -220,7 +220,8 @@ class Autopilot:
         self._file = self.args.log / "autopilot.json"
         self._slo_s = load_scenario(self.args.scenario).slo_response_s
         self._rng = np.random.default_rng(self.args.seed)
-        fail_soon()
+        if self.args.registry is not None:
+            fail_soon()
         if self._file.is_file():
             try:
                 self.state = AutopilotState.model_validate_json(self._file.read_text("utf-8"))
@@ -258,7 +259,8 @@ class Autopilot:
             self.gateway.check_veto()
             step()
         except Vetoed:
-            self._go_on("stopped", "a person has vetoed it", next_s=time.time())
+            if self.state.step != "stopped":
+                self._go_on("stopped", "a person has vetoed it", next_s=time.time())
             if not self.args.once:
                 time.sleep(_RETRY_S)
 

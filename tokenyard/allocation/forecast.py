@@ -291,7 +291,7 @@ def _earlier_days_tell(regression: Forecaster, stream: DemandStream) -> bool:
     begin = max(0, cut - history_slots(day))
     recent = DemandStream(stream.per_s[begin:], 0, (stream.start_slot + begin) % day)
     outlook = regression.outlook_all(recent)
-    median, spread = (one[cut - begin + at, :NUM_AHEAD, None] for one in outlook)
+    median, spread = (values[cut - begin + at, :NUM_AHEAD, None] for values in outlook)
     lognormal = np.log(median) + spread * norm.ppf(LEVELS)
     cases = np.log(earlier.cases_all(judged, at))
     return _pinball(cases, truth) < _pinball(lognormal, truth)

@@ -10,7 +10,7 @@ import numpy as np
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.policies.autoscaler import AutoscalerRule, family, tensor_degrees
-from tokenyard.allocation.policies.rules import TunedAllocation
+from tokenyard.allocation.policies.rules import BEST_RULE, TunedAllocation
 from tokenyard.allocation.recurring import RECURRING_KINDS
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.simulator import AllocationOutcomes
@@ -56,11 +56,11 @@ def best_on_further_days(scenario: AllocationScenario, rules: Mapping[str, Autos
         rules: `autoscaler_tuned` and `autoscaler_forecast`.
     """
     if scenario.demand.source not in RECURRING_KINDS:
-        return "planner"
-    costs = dict.fromkeys(["planner", *rules], 0.0)
+        return BEST_RULE
+    costs = dict.fromkeys([BEST_RULE, *rules], 0.0)
     for seed in range(_FURTHER_SEED, _FURTHER_SEED + _FURTHER_DRAWS):
         runner = StreamRunner(scenario, demand_source(scenario).train(seed))
-        costs["planner"] += _cost(runner.run_planner())
+        costs[BEST_RULE] += _cost(runner.run_planner())
         for name, rule in rules.items():
             signals = _ahead(runner) if name == "autoscaler_forecast" else _back(runner)
             costs[name] += _rule_cost(runner, rule, signals)

@@ -66,29 +66,29 @@ def read_replicas(url: str, token: str | None, model: str | None) -> tuple[list[
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise OSError(f"no answer from {url}: {error}") from error
     try:
-        told = answer.json()
-        models = sorted({one["model"] for one in told["replicas"] if "model" in one})
+        body = answer.json()
+        models = sorted({replica["model"] for replica in body["replicas"] if "model" in replica})
         if len(models) > 1 and model is None:
             raise ValueError(f"the gateway at {url} serves {', '.join(models)}: give --model NAME")
-        chosen = [one for one in told["replicas"] if model in (None, one.get("model"))]
+        chosen = [each for each in body["replicas"] if model in (None, each.get("model"))]
         rows = _measured(chosen)
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"what answers at {url} is no gateway: it tells no replicas") from None
     if not rows:
         of = "" if model is None else f" of model {model!r}; it serves {', '.join(models)}"
         raise ValueError(f"the gateway at {url} knows of no replica{of or ' yet'}")
-    return rows, told.get("classes", [])
+    return rows, body.get("classes", [])
 
 
-def _measured(told: list[dict[str, Any]]) -> list[Row]:
+def _measured(replicas: list[dict[str, Any]]) -> list[Row]:
     """Replicas by pool, numbered there."""
     number: Counter[str] = Counter()
     rows = []
-    for one in sorted(told, key=lambda one: (one["pool"], one["replica_id"])):
-        profile = dict(one["profile"])
+    for fields in sorted(replicas, key=lambda fields: (fields["pool"], fields["replica_id"])):
+        profile, pool = dict(fields["profile"]), fields["pool"]
         source = profile.pop("source")
-        replica = MeasuredReplica(name=f"{one['pool']}-{number[one['pool']]}", **profile)
-        number[one["pool"]] += 1
+        replica = MeasuredReplica(name=f"{pool}-{number[pool]}", **profile)
+        number[pool] += 1
         rows.append({"table": "replicas", **replica.model_dump(), "source": source})
     return rows
 

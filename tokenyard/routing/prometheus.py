@@ -29,8 +29,8 @@ _DEFAULT_BATCH, _DEFAULT_KV_TOKENS = 256, 131_072.0
 _GAPS = "vllm:inter_token_latency_seconds_{0}", "vllm:time_per_output_token_seconds_{0}"
 """Between tokens: today's name and the older one."""
 _SUMS = {
-    "gaps_s": " or ".join(f"increase({one.format('sum')}@)" for one in _GAPS),
-    "gaps": " or ".join(f"increase({one.format('count')}@)" for one in _GAPS),
+    "gaps_s": " or ".join(f"increase({name.format('sum')}@)" for name in _GAPS),
+    "gaps": " or ".join(f"increase({name.format('count')}@)" for name in _GAPS),
     "requests": "increase(vllm:time_to_first_token_seconds_count@)",
     "prompt": "increase(vllm:prompt_tokens_total@)",
     "cached": "increase(vllm:prefix_cache_hits_total@)",
@@ -69,7 +69,7 @@ def read_vllm(ask: Ask, model: str | None) -> list[Row]:
     rows: list[Row] = []
     for key in keys:
         most, waited = (
-            float(one[key]["value"][1]) if key in one else 0 for one in (running, waiting)
+            float(series[key]["value"][1]) if key in series else 0 for series in (running, waiting)
         )
         batch = max(int(most), 1 if waited else _DEFAULT_BATCH)
         replica = MeasuredReplica(
@@ -101,8 +101,8 @@ def _iterations(ask: Ask, of: str, keys: list[_Key]) -> dict[_Key, dict[str, flo
     end = int(time.time())
     span = {"start": str(end - _SPAN_S), "end": str(end), "step": str(_STEP_S)}
     for name, query in _SUMS.items():
-        asked = query.replace("@", f"#[{_STEP_S}s]").replace("#", of)
-        grouped = {"query": f"sum by (pod, instance, engine) ({asked})", **span}
+        selected = query.replace("@", f"#[{_STEP_S}s]").replace("#", of)
+        grouped = {"query": f"sum by (pod, instance, engine) ({selected})", **span}
         for series in ask("query_range", grouped):
             for at, value in series["values"]:
                 if math.isfinite(number := float(value)):

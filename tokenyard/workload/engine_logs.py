@@ -86,12 +86,12 @@ def span_rows(lines: Iterable[str]) -> Iterator[TraceRow]:
         except (ValueError, TypeError, KeyError, AttributeError):
             yield TraceRow(line, fault="not an object with resourceSpans, as OTLP has them in JSON")
             continue
-        for span, known in spans:
-            if _ENGINE_TIME in known:
+        for span, attributes in spans:
+            if _ENGINE_TIME in attributes:
                 has_engines = True
-                yield _span_row(line, span, known)
-            elif _is_request(span, known):
-                clients.append(_span_row(line, span, known))
+                yield _span_row(line, span, attributes)
+            elif _is_request(span, attributes):
+                clients.append(_span_row(line, span, attributes))
     if not has_engines:
         yield from clients
 
@@ -101,23 +101,23 @@ def _spans(export: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, A
     for resource in export["resourceSpans"]:
         for scope in resource.get("scopeSpans", ()):
             for span in scope.get("spans", ()):
-                known = {one["key"]: one["value"] for one in span.get("attributes", ())}
+                attributes = {one["key"]: one["value"] for one in span.get("attributes", ())}
                 yield (
                     span,
-                    {name: next(iter(value.values()), None) for name, value in known.items()},
+                    {name: next(iter(value.values()), None) for name, value in attributes.items()},
                 )
 
 
-def _is_request(span: dict[str, Any], known: dict[str, Any]) -> bool:
+def _is_request(span: dict[str, Any], attributes: dict[str, Any]) -> bool:
     """Whether a client's span is of a request that was answered: not of an agent, or a failure."""
     has_failed = (span.get("status") or {}).get("code") in (2, "STATUS_CODE_ERROR")
-    operation = known.get("gen_ai.operation.name")
-    has_tokens = any(name in known for name in (*_INPUT, *_OUTPUT))
+    operation = attributes.get("gen_ai.operation.name")
+    has_tokens = any(name in attributes for name in (*_INPUT, *_OUTPUT))
     return not has_failed and (operation in _GENERATING or (operation is None and has_tokens))
 
 
-def _span_row(line: int, span: dict[str, Any], known: dict[str, Any]) -> TraceRow:
-    tokens = [known.get(name, known.get(older)) for name, older in (_INPUT, _OUTPUT)]
+def _span_row(line: int, span: dict[str, Any], attributes: dict[str, Any]) -> TraceRow:
+    tokens = [attributes.get(name, attributes.get(older)) for name, older in (_INPUT, _OUTPUT)]
     if None in tokens:
         lacking = (_INPUT, _OUTPUT)[tokens.index(None)][0]
         return TraceRow(line, fault=f"a span {span.get('name')!r} of a request has no {lacking}")
@@ -127,5 +127,5 @@ def _span_row(line: int, span: dict[str, Any], known: dict[str, Any]) -> TraceRo
         return TraceRow(
             line, fault=f"a span {span.get('name')!r} has no start or end in nanoseconds"
         )
-    taken_s = known.get(_ENGINE_TIME, (ended - begun) / 1e9)
+    taken_s = attributes.get(_ENGINE_TIME, (ended - begun) / 1e9)
     return TraceRow(line, str(begun), str(tokens[0]), str(tokens[1]), str(taken_s))

@@ -22,6 +22,9 @@ from tokenyard.allocation.types import AllocationState, Plan
 from tokenyard.config import FrozenModel
 
 _TUNED = "scenarios/tuned/allocation"
+BEST_RULE = "planner"
+"""Decides where no policy was trained and nothing was tuned. On the training part of six of the
+eight recorded pools it costs less than any tuned rule, and up to 0.3 % more on the others."""
 
 
 class TunedAllocation(FrozenModel):
@@ -34,7 +37,7 @@ class TunedAllocation(FrozenModel):
     forecast_autoscaler: AutoscalerRule
     train_usd_per_slot: dict[str, float]
     """Cost of each on the training part, SLO violations included."""
-    best_rule: str = "planner"
+    best_rule: str = BEST_RULE
     """What costs least on further days, where days are drawn; recorded ones are too few to tell."""
 
 

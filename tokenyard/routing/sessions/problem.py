@@ -91,7 +91,7 @@ class SessionAdmission(Problem[SessionScenario, PolicyArtifact, SessionStreams, 
     ) -> SessionStreams:
         """Draw independent streams."""
         drawn = [scenario.draw(stream_rng(seed, purpose, i)) for i in range(count)]
-        num_turns = sum(len(one.context) for one in drawn)
+        num_turns = sum(len(stream.context) for stream in drawn)
         described = (
             f"{count} streams of {len(drawn[0])} sessions, {num_turns} turns in all, at "
             f"{scenario.sessions_per_a100_hour:g} sessions per hour and A100 of speed "
@@ -131,4 +131,4 @@ def _run(
 
 def _by_stream(scenario: SessionScenario, runs: Sequence[SessionRun]) -> dict[str, FloatArray]:
     summaries = [summarise(scenario, run) for run in runs]
-    return {key: np.array([one[key] for one in summaries]) for key in summaries[0]}
+    return {key: np.array([summary[key] for summary in summaries]) for key in summaries[0]}

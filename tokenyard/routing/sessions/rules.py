@@ -153,12 +153,12 @@ def make_rule(name: str) -> SessionRule:
     base, *changes = name.split(":")
     if base not in RULES:
         raise ValueError(f"unknown session rule {base!r}; choose one of {list(RULES)}")
-    known = [one.name for one in fields(SessionRule)]
+    numbers = [field.name for field in fields(SessionRule)]
     changed = {}
     for change in changes:
         key, _, value = change.partition("=")
-        if key not in known:
-            raise ValueError(f"unknown number {key!r} of rule {base}; choose one of {known}")
+        if key not in numbers:
+            raise ValueError(f"unknown number {key!r} of rule {base}; choose one of {numbers}")
         try:
             changed[key] = float(value)
         except ValueError:

@@ -73,7 +73,7 @@ class SessionScenario(FrozenModel):
     @property
     def num_gpus(self) -> int:
         """GPUs of the fleet."""
-        return sum(getattr(one, "tensor_parallel", 1) for one in self.fleet.replicas)
+        return sum(getattr(replica, "tensor_parallel", 1) for replica in self.fleet.replicas)
 
     @cached_property
     def a100s(self) -> float:

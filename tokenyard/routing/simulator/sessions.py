@@ -15,6 +15,7 @@ import numpy as np
 
 from tokenyard.routing.sessions.rules import SessionRule
 from tokenyard.routing.simulator.sessions_kernel import layout as lay
+from tokenyard.routing.simulator.sessions_kernel.gate import LARGEST_SHARE
 from tokenyard.routing.simulator.sessions_kernel.loop import play
 from tokenyard.types import FloatArray, IntArray
 
@@ -150,7 +151,7 @@ def new_world(replicas: SessionReplicas, stream: SessionStream, rule: SessionRul
 
 def _check(replicas: SessionReplicas, stream: SessionStream) -> None:
     longest = float((stream.context + stream.answer).max())
-    if longest > 0.98 * float(replicas.kv_tokens.min()):
+    if longest > LARGEST_SHARE * float(replicas.kv_tokens.min()):
         raise ValueError(
             f"a prompt and its answer have {longest:.0f} tokens; each must fit into the KV memory "
             f"of every replica, {replicas.kv_tokens.min():.0f} tokens"

@@ -10,7 +10,7 @@ from tokenyard.routing.sessions.index import placement_cost, urgency
 from tokenyard.routing.simulator.sessions_kernel import layout as lay
 from tokenyard.routing.simulator.sessions_kernel.memory import cut_stretch, hit_tokens
 
-_LARGEST_SHARE = 0.98
+LARGEST_SHARE = 0.98
 """A prompt that takes more of a replica's KV memory is not placed there."""
 _AFTER_ALL = 1e12
 
@@ -98,7 +98,7 @@ def _cheapest(world, index):
         row = world.replicas[replica]
         if rule[ru.STICKY] > 0.0 and session[lay.HOME] >= 0.0 and session[lay.HOME] != replica:
             continue
-        if tokens > _LARGEST_SHARE * row[lay.KV_TOKENS]:
+        if tokens > LARGEST_SHARE * row[lay.KV_TOKENS]:
             continue
         full = row[lay.FOOTPRINT] + tokens + rule[ru.GROWTH_TOKENS]
         is_full = full > rule[ru.FULL_AT] * row[lay.KV_TOKENS] and row[lay.FOOTPRINT] > 0.0
@@ -120,8 +120,6 @@ def place(world, index, replica, now):
     """Admit a session to a replica."""
     session = world.sessions[index]
     row = world.replicas[replica]
-    if session[lay.HOME] >= 0.0 and session[lay.HOME] != replica:
-        world.totals[lay.MOVES] += 1.0
     session[lay.HOME] = replica
     if session[lay.FORCED] == 0.0:
         row[lay.FOOTPRINT] += session[lay.TOKENS] + world.rule[ru.GROWTH_TOKENS]
@@ -190,7 +188,7 @@ def _roomiest(world, index):
         if own and session[lay.HOME] != replica:
             continue
         room = (rule[ru.FULL_AT] - rule[ru.SPARE]) * row[lay.KV_TOKENS] - row[lay.FOOTPRINT]
-        if room > most and session[lay.TOKENS] <= _LARGEST_SHARE * row[lay.KV_TOKENS]:
+        if room > most and session[lay.TOKENS] <= LARGEST_SHARE * row[lay.KV_TOKENS]:
             most = room
             chosen = replica
     return chosen, most
@@ -202,8 +200,6 @@ def _resume(world, index, replica, now):
     if session[lay.STATE] == lay.HELD:
         place(world, index, replica, now)
     else:
-        if session[lay.HOME] != replica:
-            world.totals[lay.MOVES] += 1.0
         session[lay.HOME] = replica
         session[lay.ACTIVE] = 1.0
         world.replicas[replica, lay.FOOTPRINT] += session[lay.TOKENS] + world.rule[ru.GROWTH_TOKENS]
@@ -292,7 +288,6 @@ def _pause_smallest(world, replica):
         row[lay.FOOTPRINT] -= session[lay.SCORE] + world.rule[ru.GROWTH_TOKENS]
         if session[lay.STATE] == lay.TOOL:
             session[lay.ACTIVE] = 0.0
-            world.totals[lay.PAUSES] += 1.0
         else:
             session[lay.MARKED] = 1.0
 

@@ -59,7 +59,6 @@ def _begin_decoding(world, replica, which, now):
     turn = int(session[lay.FIRST_TURN] + session[lay.TURN])
     if math.isnan(world.outcomes[turn, lay.OUT_FIRST_S]):
         world.outcomes[turn, lay.OUT_FIRST_S] = now
-    session[lay.COMPUTED] = max(session[lay.COMPUTED], sequence[lay.R_LENGTH])
     session[lay.GENERATED] += 1.0
     left = world.turns[turn, lay.ANSWER] - session[lay.GENERATED]
     sequence[lay.R_BASE] = sequence[lay.R_LENGTH] - row[lay.STEP]
@@ -104,7 +103,6 @@ def _end_turn(world, replica, which, now):
     keep(world, replica, index, held, now)
     outcome = world.outcomes[turn]
     outcome[lay.OUT_FINISH_S] = now
-    session[lay.COMPUTED] = max(session[lay.COMPUTED], held)
     session[lay.ATTAINED] += world.turns[turn, lay.ANSWER] + outcome[lay.OUT_PREFILLED]
     session[lay.LOG_ATTAINED] = math.log1p(session[lay.ATTAINED] * 1e-3)
     session[lay.TOKENS] = world.turns[turn, lay.CONTEXT] + world.turns[turn, lay.ANSWER]
@@ -122,7 +120,6 @@ def _end_turn(world, replica, which, now):
     if session[lay.MARKED] > 0.0 or world.rule[ru.LEASE_S] <= 0.0:
         session[lay.MARKED] = 0.0
         session[lay.ACTIVE] = 0.0
-        world.totals[lay.PAUSES] += 1.0
     session[lay.DUE_S] = session[lay.TOOL_END_S]
     if session[lay.ACTIVE] > 0.0:
         session[lay.DUE_S] = min(session[lay.DUE_S], now + world.rule[ru.LEASE_S])
@@ -229,8 +226,6 @@ def _admit(world, replica, budget, now):
     outcome = world.outcomes[int(session[lay.FIRST_TURN] + session[lay.TURN])]
     outcome[lay.OUT_HIT] += hit
     outcome[lay.OUT_PREFILLED] += need
-    world.totals[lay.RECOMPUTED] += max(0.0, min(session[lay.COMPUTED], length) - hit)
-    world.totals[lay.RELOADED] += hit - cached
     return chunk, hit, hit - cached
 
 

@@ -38,8 +38,8 @@ from tokenyard.types import FloatArray, IntArray
 (
     ARRIVAL_S, FIRST_TURN, NUM_TURNS, STATE, TURN, HOME, ACTIVE, DUE_S, TOOL_END_S, READY_S,
     TOKENS, GENERATED, ATTAINED, LOG_ATTAINED, STARTED, MARKED, FORCED, PREEMPTED, ASSUMED,
-    COMPUTED, SCORE, NUM_SESSION,
-) = range(22)  # fmt: skip
+    SCORE, NUM_SESSION,
+) = range(21)  # fmt: skip
 """TOKENS: of the prompt where a turn is ready, of all so far while the tool runs."""
 
 FUTURE, HELD, QUEUED, RUNS, TOOL, ENDED = range(6)
@@ -54,9 +54,8 @@ OUT_READY_S, OUT_ADMITTED_S, OUT_FIRST_S, OUT_FINISH_S, OUT_HIT, OUT_PREFILLED, 
 )
 
 (
-    PREEMPTIONS, PAUSES, EVICTED, RECOMPUTED, RELOADED, FORCED_TURNS, HELD_TURNS, MOST_KV, MOVES,
-    NUM_TOTALS,
-) = range(10)  # fmt: skip
+    PREEMPTIONS, HELD_TURNS, MOST_KV, NUM_TOTALS,
+) = range(4)  # fmt: skip
 """MOST_KV: largest share of a replica's KV memory that was ever taken."""
 
 

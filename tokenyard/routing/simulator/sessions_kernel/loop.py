@@ -23,12 +23,10 @@ def _session_is_due(world, index, now):
     if session[lay.STATE] == lay.HELD:
         session[lay.FORCED] = 1.0
         session[lay.DUE_S] = math.inf
-        world.totals[lay.FORCED_TURNS] += 1.0
         return
     if now < session[lay.TOOL_END_S]:
         session[lay.ACTIVE] = 0.0
         session[lay.DUE_S] = session[lay.TOOL_END_S]
-        world.totals[lay.PAUSES] += 1.0
         if world.rule[ru.PINNED] > 0.0:
             # What waited for the memory may have it now.
             cut_stretch(world, int(session[lay.HOME]), now)

@@ -64,7 +64,6 @@ def make_room(world, replica, tokens, now):
         kv[chosen, lay.CACHED] -= gone
         row[lay.IDLE] -= gone
         need -= gone
-        world.totals[lay.EVICTED] += gone
 
 
 @compiled_inline
