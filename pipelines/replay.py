@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -299,7 +300,6 @@ async def run(args: Args, console: Console, measured: Measured) -> None:
         card = await client.get("/v1/policy") if needs_card else {}
         words_per_token = await client.words_per_token()
         longest = int(model.get("max_model_len") or 4096)
-        asks = [make_asks(args, stretch, words_per_token, longest) for stretch in stretches]
         names = [name.strip() for name in (args.compare or "").split(",") if name.strip()]
         begun = await decider(client)
         before = card.get("name", "as served") if begun is None else begun[0]
@@ -321,14 +321,15 @@ async def run(args: Args, console: Console, measured: Measured) -> None:
         named = zip(("response", "first token", "per token"), measured.limits, strict=True)
         over = " or ".join(f"{what} over {value:g} s" for what, value in named if value)
         console.print(
-            f"{sum(map(len, asks))} requests over {args.duration_s * len(asks):g} s, "
-            f"{args.repeats // len(asks)} x {', '.join(measured.turns)}; "
+            f"{sum(each.num_requests for each in stretches)} requests over "
+            f"{args.duration_s * len(stretches):g} s, {args.repeats // len(stretches)} x "
+            f"{', '.join(measured.turns)}; "
             f"violation: {over} ({whose})",
             highlight=False,
         )
         try:
             for turn in range(args.repeats):
-                order, which = list(measured.turns), turn % len(asks)
+                order, which = list(measured.turns), turn % len(stretches)
                 # Rotate the order, so that no policy always follows the same one.
                 for name in order[turn % len(order) :] + order[: turn % len(order)]:
                     if measured.is_interrupted:
@@ -336,16 +337,19 @@ async def run(args: Args, console: Console, measured: Measured) -> None:
                         raise asyncio.CancelledError
                     if names:
                         await client.switch(name)
+                    # Nothing of an earlier replay may be in an engine's prefix cache.
+                    salt = secrets.randbits(32)
+                    sent = make_asks(args, stretches[which], words_per_token, longest, salt)
                     first, done = await decider(client), dict[int, ReplayedAnswer]()
                     started_s, why_void = time.perf_counter(), None
                     try:
-                        answers, _ = await replay(client, asks[which], done)
+                        answers, _ = await replay(client, sent, done)
                         after = await decider(client)
                         if (first and first[0]) not in (None, name) or first != after:
                             why_void = f"the gateway {after[2] if after else 'does not answer'}"
                     finally:
                         # An interrupted turn reports the requests that have ended.
-                        ended = [asks[which][i] for i in sorted(done)]
+                        ended = [sent[i] for i in sorted(done)]
                         took_s = time.perf_counter() - started_s
                         measured.add(name, ended, [done[i] for i in sorted(done)], took_s, why_void)
                         write(args, measured.rows())

@@ -9,16 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from serve_app.endpoints import AnyEndpoint, GatewayPath, MetricNames, Pattern, ServiceDiscovery
-from serve_app.engine_config import EngineConfig, Hardware
+from serve_app.engine_config import PAGE_TOKENS, EngineConfig, Hardware
 from tokenyard.allocation.types import Parallelism
 from tokenyard.config import FrozenModel, check_distinct, fitted, read_fields
 from tokenyard.perf.online import GENERIC_ITERATION
 from tokenyard.routing.fleet import EngineSpeed, IterationSpeed, requests_per_s
+from tokenyard.routing.sessions.rules import make_rule
 
 MAX_PROMPT_TOKENS = 1 << 20
 _TIERS = frozenset(("auto", "default", "flex", "priority", "scale", "standard", "standard_only"))
@@ -97,6 +98,12 @@ _OWN_DEADLINES = Deadlines(first_token_s=600.0, between_tokens_s=600.0)
 """An engine of ours queues by itself, and Serve replaces it where it hangs."""
 
 
+def _cached_block_tokens(fields: Mapping[str, Any]) -> int:
+    config = fields.get("config")
+    shares = fields.get("engine") == "sharded" and config is not None and config.prefix_caching
+    return PAGE_TOKENS if shares else 0
+
+
 class Pool(FrozenModel):
     """Equal replicas of one engine, deployed by us."""
 
@@ -115,8 +122,9 @@ class Pool(FrozenModel):
     node_labels: Mapping[str, str] = {}
     """Ray labels of the nodes that replicas may be on, such as `ray.io/accelerator-type: H100`, or
     those of `ray start --labels`; empty: any node."""
-    prefix_block_tokens: Annotated[int, Field(ge=0)] = 0
-    """Tokens of one block of the engine's prefix cache; 0: it has none."""
+    prefix_block_tokens: Annotated[int, Field(ge=0, default_factory=_cached_block_tokens)]
+    """Tokens of one block of the engine's prefix cache; 0: it has none. A `sharded` engine has 32,
+    unless its `prefix_caching` is off; of others nothing is known."""
     profile: EngineProfile | None = None
     """Declared speed; None: measured when the replica starts."""
     deadlines: Deadlines = _OWN_DEADLINES
@@ -313,6 +321,25 @@ class QueueSettings(FrozenModel):
     """Longest time that one waits for a replica to have room; then it gets 429."""
 
 
+class SessionSettings(FrozenModel):
+    """How sessions are let into KV memory: see `serve_app.gateway.sessions`."""
+
+    rule: str = "index_las:lease_s=5"
+    """Rule that holds sessions, and its numbers, as `tokenyard evaluate` takes them for scenarios
+    of sessions. Its orders and pins are for engines: here the policy places."""
+
+    @field_validator("rule")
+    @classmethod
+    def _needs_what_is_known(cls, name: str) -> str:
+        rule = make_rule(name)
+        if rule.tick_s or rule.remaining:
+            raise ValueError(
+                f"rule {name} is for the simulator alone: the gateway predicts no remaining work, "
+                "and has no ticks"
+            )
+        return name
+
+
 class TenantSettings(FrozenModel):
     """Who shares the cluster with others."""
 
@@ -432,6 +459,9 @@ class Cluster(FrozenModel):
     queue: QueueSettings | None = None
     """Requests wait at the gateway where all replicas have `max_ongoing` in flight; None: they get
     429 at once."""
+    sessions: SessionSettings | None = None
+    """Turns of sessions wait at the gateway while KV memory has no room for these; None: sessions
+    are not looked at."""
     tenants: Mapping[str, TenantSettings] = {}
     """Whose requests orders such as `fair` tell apart. Those that name none of them are those of
     `default`, of weight 1 where that is not among them."""
@@ -448,6 +478,8 @@ class Cluster(FrozenModel):
         if self.gateway.carriers > 1 and (self.decide_only or self.allocation is not None):
             what = "without pools" if self.decide_only else "with an allocated pool"
             raise ValueError(f"a gateway {what} has one carrier")
+        if self.gateway.carriers > 1 and self.sessions is not None:
+            raise ValueError("a gateway that looks at sessions has one carrier")
         pools = self.external_pools
         changing = [pool.name for pool in pools if pool.service_discovery or pool.allowed]
         if self.gateway.carriers > 1 and changing:

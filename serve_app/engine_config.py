@@ -12,6 +12,9 @@ from tokenyard.perf.models import Precision
 from tokenyard.routing.fleet import ReplicaConfig
 from tokenyard.types import FloatArray
 
+PAGE_TOKENS = 32
+"""Tokens whose keys and values a sharded engine allocates, and shares, together."""
+
 
 class Hardware(FrozenModel):
     """On what a model runs, by names that the performance model knows."""
@@ -74,6 +77,8 @@ class EngineConfig(FrozenModel):
     """Most sequences in the batch."""
     token_budget: Annotated[int, Field(ge=1)] = 256
     """Most tokens computed in one iteration."""
+    prefix_caching: bool = True
+    """Whether prompts that begin alike share what was computed of them (`sharded`)."""
     max_model_tokens: Annotated[int, Field(ge=2)] = 2048
     """Longest prompt plus output."""
     max_waiting: Annotated[int, Field(ge=0)] = 256

@@ -73,7 +73,7 @@ class LoadConfig(TraceOptions):
     token: str | None = None
     """Bearer token; TOKENYARD_TOKEN serves in its place."""
     seed: int = 2026
-    """Seed of generated traffic and of the words in prompts."""
+    """Seed of generated traffic; words are drawn anew for each replay."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,8 @@ class Ask:
     arrival_s: float
     words: tuple[str, ...]
     max_tokens: int
+    session: str = ""
+    """Name of the session that it is a turn of; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,13 @@ def read_stretches(config: LoadConfig, count: int) -> list[Trace]:
     return parts
 
 
-def make_asks(config: LoadConfig, trace: Trace, words_per_token: float, longest: int) -> list[Ask]:
-    """Write prompts of the given lengths, cut to what the model can hold."""
+def make_asks(
+    config: LoadConfig, trace: Trace, words_per_token: float, longest: int, salt: int = 0
+) -> list[Ask]:
+    """Write prompts of the given lengths, cut to what the model can hold.
+
+    With another `salt` the words are others, so that engines have none of the prompts cached.
+    """
     asks = []
     for index in range(trace.num_requests):
         context = max(int(trace.context_tokens[index] * config.length_scale), 1)
@@ -137,25 +144,26 @@ def make_asks(config: LoadConfig, trace: Trace, words_per_token: float, longest:
         output = min(output, max(longest // 4, 1))
         context = min(context, longest - output - longest // 20 - 1)
         num_words = max(round(context * words_per_token), 1)
-        words = _words(config, trace, index, num_words, words_per_token)
+        words = _words(config, trace, index, num_words, words_per_token, salt)
         asks.append(Ask(float(trace.arrival_s[index]), words, output))
     return asks
 
 
 def _words(
-    config: LoadConfig, trace: Trace, index: int, num_words: int, words_per_token: float
-) -> tuple[str, ...]:
+    config: LoadConfig, trace: Trace, index: int, num_words: int, words_per_token: float,
+    salt: int,
+) -> tuple[str, ...]:  # fmt: skip
     """Draw words; equal prefix blocks of the trace become equal words."""
     words: list[str] = []
     if trace.prefix_hashes is not None and trace.prefix_block_tokens is not None:
         per_block = max(round(trace.prefix_block_tokens * config.length_scale * words_per_token), 1)
         for block in trace.prefix_hashes[index]:
-            rng = np.random.default_rng([config.seed, abs(int(block))])
+            rng = np.random.default_rng([config.seed, salt, abs(int(block))])
             words += [WORDS[i] for i in rng.integers(len(WORDS), size=per_block)]
             if len(words) >= num_words:
                 break
     if len(words) < num_words:
-        rng = np.random.default_rng([config.seed, 1 << 40, index])
+        rng = np.random.default_rng([config.seed, salt, 1 << 40, index])
         words += [WORDS[i] for i in rng.integers(len(WORDS), size=num_words - len(words))]
     return tuple(words[:num_words])
 
@@ -257,7 +265,12 @@ class Client:
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
-                self._http.stream("POST", "/v1/completions", json=body) as response,
+                self._http.stream(
+                    "POST",
+                    "/v1/completions",
+                    json=body,
+                    headers={"x-session-id": ask.session} if ask.session else None,
+                ) as response,
             ):
                 if response.status_code != 200:
                     await response.aread()

@@ -66,8 +66,9 @@ class ServeReplicaSets:
         return self._gateway.num_offered
 
     def num_waiting(self) -> int:
-        """Requests that wait now."""
-        return sum(replica.status.num_waiting for replica in self._gateway.table.replicas.values())
+        """Requests that wait now, at the gateway or at replicas."""
+        waiting = [each.status.num_waiting for each in self._gateway.table.replicas.values()]
+        return sum(waiting) + len(self._gateway.holding or ())
 
     def record(self, slot: SlotRecord) -> None:
         """Write down what a slot that is over was like."""

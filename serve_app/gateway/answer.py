@@ -10,6 +10,7 @@ from serve_app.cluster import SloClass
 from serve_app.gateway.exchange import Backend, Downstream, InferenceRequest
 from serve_app.gateway.rate_limits import Grant
 from serve_app.gateway.replicas import Prompt, ReplicaState
+from serve_app.gateway.sessions import Turn
 from serve_app.models import ServedModel
 from tokenyard.routing.types import OrderKey
 
@@ -42,6 +43,8 @@ class Answer:
     suspects: list[tuple[ReplicaState, float]] = field(default_factory=list)
     """Replicas that failed it, and when each was sent it, by the outlier detector's clock. They are
     at fault if another answers it: until then the request itself may be."""
+    turn: Turn | None = None
+    """What it is to its session; None: sessions are not looked at."""
     tried: set[str] = field(default_factory=set)
     """Replicas that were sent the request since one was last waited for."""
     excluded: set[str] = field(default_factory=set)

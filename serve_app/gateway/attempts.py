@@ -65,7 +65,7 @@ class Attempts:
         """
         errors: list[ReplicaFailed] = []
         num_failed = number = 0
-        if not self._table.replicas:
+        if not self._table.replicas and self._may_get_replica(answer):
             await self._wait_for_replica(answer, answer.arrival_s)
         sticks_to = answer.request.sticks_to
         if sticks_to is not None and sticks_to not in self._table.replicas:
@@ -123,7 +123,7 @@ class Attempts:
             if self._holding is None:
                 raise
             pick = await self._holding.place(answer, answer.service_class.max_wait_s)
-        if pick is None and waits and not self._has_replica(answer):
+        if pick is None and waits and self._may_get_replica(answer):
             await self._wait_for_replica(answer, self.clock_s())
             answer.tried.clear()  # Those that come may be the same, and well again.
             return await self._pick(answer, waits=False)
@@ -136,6 +136,12 @@ class Attempts:
                 return
             if not self._has_replica(answer):
                 await asyncio.sleep(0.05)
+
+    def _may_get_replica(self, answer: Answer) -> bool:
+        """Whether there is no replica for the request, but a pool that could have one."""
+        if self._has_replica(answer):
+            return False
+        return any(answer.fits(backend) for backend in self.backends.values())
 
     def _has_replica(self, answer: Answer) -> bool:
         """Whether there is any replica for the request, tried or not."""
@@ -179,7 +185,7 @@ class Attempts:
         now_s, request_id = self.clock_s(), answer.request.request_id
         done = outcome in COMPLETED
         answer.response_s = now_s - answer.arrival_s if done else math.nan
-        self.placement.finish(pick, request_id, now_s, answer.response_s if done else None)
+        self.placement.finish(pick, answer, now_s, answer.response_s if done else None)
         if self._holding is not None:
             self._holding.release()
         pool, class_name = pick.replica.pool, answer.service_class.name

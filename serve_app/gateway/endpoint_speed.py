@@ -46,6 +46,11 @@ class EndpointSpeed:
             )
         return self.profile
 
+    @property
+    def knows_memory(self) -> bool:
+        """Whether its KV memory is declared or published."""
+        return bool(self._pool.prior.kv_capacity_tokens or self._sizes[1])
+
     def compare(self, waiting: int, running: int, kv_used: float | None, num_own: int) -> None:
         """Compare what it publishes with the requests of this gateway that it has."""
         if (kv_used or 0.0) < _MEMORY_IS_FULL:

@@ -67,6 +67,8 @@ class InferenceRequest:
     """Header lines by which the caller names its trace; empty: it does not, or nobody traces."""
     span: RequestSpan | None = None
     """Its span; None: it is not traced."""
+    session: str | None = None
+    """Name of its session; None: it names none."""
     sticks_to: str | None = None
     """The one replica that can answer it, as it holds what the request goes on from; None: any."""
     hear: Callable[[str, str], None] | None = None

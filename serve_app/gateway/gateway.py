@@ -11,8 +11,9 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
-from serve_app.cluster import Cluster, SloClass
+from serve_app.cluster import Cluster, QueueSettings, SloClass
 from serve_app.gateway.answer import Answer
 from serve_app.gateway.attempts import Attempts
 from serve_app.gateway.availability import ReplicaStatus
@@ -28,11 +29,13 @@ from serve_app.gateway.outliers import OutlierDetector
 from serve_app.gateway.placement import Placement
 from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
 from serve_app.gateway.replicas import Prompt, ReplicaTable
+from serve_app.gateway.sessions import SessionGate, Turn
 from serve_app.gateway.tracing import Tracing
 from serve_app.models import ModelCatalog, ServedModel
 from serve_app.policy.autopilot import AutopilotStatus
 from serve_app.policy.manager import PolicyManager
 from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.sessions.rules import make_rule
 from tokenyard.workload.answer_lengths import AnswerLengths
 
 _DRAIN_POLL_S = 0.05
@@ -69,14 +72,21 @@ class Gateway:
         self.outliers = OutlierDetector(self.cluster.outlier_ejection)
         self.answer_lengths = AnswerLengths()
         self.autopilot = AutopilotStatus()
+        queue, settings = self.cluster.queue, self.cluster.sessions
+        self.sessions = None
+        if settings is not None:
+            share_of = self.cluster.tenant_share
+            self.sessions = SessionGate(make_rule(settings.rule), self.table, share_of)
+            queue = queue or QueueSettings()
         self._placement = Placement(
             self.cluster, self.manager.picker, self.backends, self.table, self.history,
-            self.outliers, self.metrics, self.answer_lengths, self.clock_s,
+            self.outliers, self.metrics, self.answer_lengths, self.sessions, self.clock_s,
         )  # fmt: skip
-        queue = self.cluster.queue
         self.holding = None
         if queue is not None:
-            self.holding = Holding(queue, self._placement, self.metrics, self.clock_s)
+            self.holding = Holding(
+                queue, self._placement, self.metrics, self.clock_s, self.sessions
+            )
         self._attempts = Attempts(
             self.backends, self.table, self.manager.picker, self._placement, self.holding,
             self.metrics, self.log, self.clock_s, self.cluster.limits.max_retries,
@@ -168,6 +178,12 @@ class Gateway:
             self.cluster.tenant_share(request.tenant),
             int(min(len(request.token_ids) + request.max_tokens, most_tokens)),
         )  # fmt: skip
+        if self.sessions is not None and request.call.generates:
+            tenant = request.tenant or request.caller.tenant
+            answer.turn = self.sessions.arrive(
+                request.session, tenant, answer.prompt, answer.arrival_s
+            )
+            request.learn = partial(_learn, answer.turn, request.learn)
         picker = self.manager.picker
         if picker.experiment is not None:
             picker.experiment.open(
@@ -229,6 +245,9 @@ class Gateway:
             for replica_id, loads in backend.host_loads().items():
                 for quantity, value in loads.items():
                     metrics.host.labels(replica_id, quantity).set(value)
+        if self.sessions is not None:
+            for state, num in self.sessions.num_sessions().items():
+                metrics.sessions.labels(state).set(num)
         if self.log is not None:
             metrics.log_lines_lost.set(self.log.num_lost)
 
@@ -277,3 +296,10 @@ class Gateway:
             )
         if attained is not None:
             self.history.finish(now_s, answer.ttft_s, answer.response_s, attained)
+
+
+def _learn(turn: Turn, also: Callable[[int], None] | None, num_tokens: int) -> None:
+    """Take the length of a prompt as the endpoint counts it; 0: it does not say."""
+    turn.prompt_tokens = num_tokens
+    if also is not None:
+        also(num_tokens)

@@ -2,14 +2,16 @@
 
 They wait in one line by their order keys. As soon as a replica has room, the policy that decides
 then chooses for the first of them, from what is known then (late binding). An engine's own queue
-so stays as short as its pool's `max_ongoing`, and its order is the gateway's.
+so stays as short as its pool's `max_ongoing`, and its order is the gateway's. Where sessions are
+looked at, a replica has room only if its KV memory has, too (`serve_app.gateway.sessions`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
@@ -23,7 +25,7 @@ from serve_app.gateway.generation import ReplicaFull
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.order import order_fields
 from serve_app.gateway.placement import Placement
-from tokenyard.routing.types import OrderKey
+from serve_app.gateway.sessions import SessionGate
 
 _LOOK_EVERY_S = 0.05
 """Period of looking for room that nobody reports: a replica that is new, or takes requests
@@ -55,8 +57,10 @@ class Holding:
         placement: Placement,
         metrics: Metrics,
         clock_s: Callable[[], float],
+        sessions: SessionGate | None = None,
     ) -> None:
-        self._settings, self._placement = settings, placement
+        """Hold requests, those of sessions too where `sessions` are looked at."""
+        self._settings, self._placement, self._sessions = settings, placement, sessions
         self._metrics, self._clock_s = metrics, clock_s
         self._line: WaitingLine[_Held] = WaitingLine()
         self._looking: asyncio.TimerHandle | None = None
@@ -69,17 +73,27 @@ class Holding:
         """
         if len(self._line) >= self._settings.max_requests:
             raise QueueFull(f"{len(self._line)} requests wait at the gateway already")
-        self._placement.give_key(answer, self._expected_wait_s)
+        most = max(self._settings.max_requests * answer.tenant_share, 1.0)
+        if self._sessions is not None and self._held_of(answer) >= most:
+            raise QueueFull("as many requests of this tenant wait as may")
+        key = self._placement.line_key(answer, self._expected_wait_s)
         placed: asyncio.Future[Pick] = asyncio.get_running_loop().create_future()
         held = _Held(answer, self._clock_s(), placed)
-        self._line.add(held, answer.order_key or OrderKey(answer.arrival_s))
+        self._line.add(held, key)
         self._look_later()
         try:
+            if self._sessions is not None:
+                return await self._wait(held, self._sessions.rule.hold_s)
             return await self._wait(held, max_wait_s or self._settings.max_wait_s)
         finally:
             self._line.remove(held)
             self._metrics.held.set(len(self._line))
             self._metrics.held_seconds.observe(self._clock_s() - held.since_s)
+
+    def _held_of(self, answer: Answer) -> int:
+        """Requests of the same tenant that wait."""
+        tenant, line = answer.request.tenant, self._line.in_order(self._clock_s())
+        return sum(held.answer.request.tenant == tenant for held in line)
 
     def _expected_wait_s(self) -> float:
         """Twice the mean age: in a line that moves steadily ages are uniform up to the wait."""
@@ -88,7 +102,7 @@ class Holding:
         return 2.0 * fmean(ages_s) if ages_s else 0.0
 
     async def _wait(self, held: _Held, most_s: float) -> Pick:
-        placed = held.placed
+        placed, answer = held.placed, held.answer
         limit = asyncio.timeout(most_s)
         try:
             async with limit:
@@ -98,31 +112,44 @@ class Holding:
                 raise
             if placed.done() and not placed.cancelled():
                 return placed.result()  # Just in time.
-            raise WaitedTooLong(f"no replica had room within {most_s:g} s") from None
+            if answer.turn is not None and answer.turn.session.num_turns:
+                # A session that has begun is never refused for its memory.
+                answer.turn.is_admitted = True
+                with suppress(ReplicaFull):
+                    if (pick := self._placement.pick(answer)) is not None:
+                        return pick
+            after_s = self._expected_wait_s()
+            raise WaitedTooLong(f"no replica had room within {most_s:g} s", 429, after_s) from None
         except asyncio.CancelledError:
             if placed.done() and not placed.cancelled():
                 # Whoever asked left just then: the place is another's.
-                request_id, now_s = held.answer.request.request_id, self._clock_s()
-                self._placement.finish(placed.result(), request_id, now_s, None)
+                self._placement.finish(placed.result(), answer, self._clock_s(), None)
                 self.release()
             raise
 
     def release(self) -> None:
         """Place waiting requests for which there is room, in the order of their keys."""
         blocked: set[tuple[object, ...]] = set()
+        gate = self._sessions
+        most_blocked = math.inf if gate is None else max(gate.rule.backfill, 1.0)
         for held in self._line.in_order(self._clock_s()):
             if not self._placement.has_room():
                 return
             answer = held.answer
             # What some that want the same could not have, others cannot either.
-            wants = (self._placement.availability.fitting_pools(answer), frozenset(answer.tried))
+            wants = (
+                self._placement.availability.fitting_pools(answer), frozenset(answer.tried),
+                answer.turn,
+            )  # fmt: skip
             if wants in blocked or held.placed.done():
                 continue
             pick = None
-            with contextlib.suppress(ReplicaFull):
+            with suppress(ReplicaFull):
                 pick = self._placement.pick(answer)
             if pick is None:
                 blocked.add(wants)
+                if len(blocked) >= most_blocked:
+                    return
                 continue
             self._line.remove(held)
             held.placed.set_result(pick)
@@ -138,6 +165,10 @@ class Holding:
             self.release()
             self._look_later()
 
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._line)
+
     def describe(self) -> dict[str, Any]:
         """Return the line, first to last, and why it waits: how full the pools are."""
         now_s, settings = self._clock_s(), self._settings
@@ -148,6 +179,7 @@ class Holding:
                 "tenant": held.answer.request.tenant,
                 "prompt_tokens": held.answer.prompt.num_tokens,
                 "replicas_that_failed": len(held.answer.tried),
+                "session": held.answer.turn and held.answer.turn.session.name,
                 "pools": availability.fitting_pools(held.answer),
                 **order_fields(held.answer.order_key),
             }

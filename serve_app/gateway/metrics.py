@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 _LATENCIES_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 _TOKEN_TIMES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _DECISION_TIMES_S = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2)
-_POOL, _TENANT, _REASON, _NONE = ("pool",), ("tenant",), ("reason",), ()
+_POOL, _TENANT, _REASON, _STATE, _NONE = ("pool",), ("tenant",), ("reason",), ("state",), ()
 _REQUEST, _HOST = ("pool", "service_class", "outcome"), ("replica", "quantity")
 _MAX_TENANTS = 256
 _NO_TENANT, _OTHERS = "none", "other"
@@ -76,6 +76,9 @@ class Metrics:
     signal_age_seconds: Annotated[Gauge, "Age of the oldest state in the pool.", _POOL]
     host: Annotated[Gauge, "Load of a replica's machine and its GPUs.", _HOST]
     held: Annotated[Gauge, "Requests that wait at the gateway for a replica with room.", _NONE]
+    sessions: Annotated[
+        Gauge, "Sessions with a turn at a replica (running), and idle ones with a lease.", _STATE
+    ]
     carriers: Annotated[Gauge, "Processes that carry for this decider.", _NONE]
     log_lines_lost: Annotated[Gauge, "Decisions missing in the log.", _NONE]
     ttft_seconds: Annotated[Histogram, "Arrival to first token.", _POOL, _LATENCIES_S]

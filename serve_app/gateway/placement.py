@@ -25,6 +25,7 @@ from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.order import bounded_key
 from serve_app.gateway.outliers import OutlierDetector
 from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
+from serve_app.gateway.sessions import SessionGate
 from serve_app.policy.picker import ReplicaPicker
 from serve_app.policy.runner import PolicyRunner
 from tokenyard.routing.observation import WAIT_S
@@ -36,7 +37,7 @@ from tokenyard.routing.snapshot_table import (
     LIVE_OBSERVED_AT_S,
     SnapshotTable,
 )
-from tokenyard.routing.types import Decision, Request
+from tokenyard.routing.types import Decision, OrderKey, Request
 from tokenyard.types import IntArray
 from tokenyard.workload.answer_lengths import AnswerFeatures, AnswerLengths
 
@@ -56,6 +57,7 @@ class Placement:
         outliers: OutlierDetector,
         metrics: Metrics,
         answer_lengths: AnswerLengths,
+        sessions: SessionGate | None,
         clock_s: Callable[[], float],
     ) -> None:
         self.availability = Availability(cluster, backends, table, outliers, metrics)
@@ -64,7 +66,7 @@ class Placement:
         self._has_tenants, self._num_servers = bool(cluster.tenants), scenario.num_servers
         self._picker, self._backends, self._table = picker, backends, table
         self._history, self._metrics = history, metrics
-        self._answer_lengths = answer_lengths
+        self._answer_lengths, self._sessions = answer_lengths, sessions
         self._clock_s = clock_s
         self._ray: Any = None  # `serve_app.gateway.ray_default.RayDefault`, once it was asked.
         self._sent = SentQueues()
@@ -111,6 +113,10 @@ class Placement:
                 raise ReplicaFull("every endpoint has max_ongoing requests in flight")
             self.availability.check_not_full(answer, now_s)
             return None
+        if self._sessions is not None and answer.turn is not None and index is None:
+            rows = self._sessions.admitted(answer.turn, rows, now_s)
+            if not len(rows):
+                raise ReplicaFull("no replica has KV memory left for another session")
         request_id = answer.request.request_id
         picker, arm = self._picker, self._picker.arm_of(request_id)
         request, snapshots = self._seen_by(picker.deciding(arm), answer, rows)
@@ -136,11 +142,18 @@ class Placement:
         self._reserve(answer, pick)
         return pick
 
-    def give_key(self, answer: Answer, expected_wait_s: Callable[[], float]) -> None:
-        """Ask the policy for the key of a request that has to wait, unless it has one.
+    def line_key(self, answer: Answer, expected_wait_s: Callable[[], float]) -> OrderKey:
+        """Return by which key a request waits at the gateway: the policy's, or its session's.
 
         `expected_wait_s` returns for how long it will wait; it is only called where it gets a key.
         """
+        if self._sessions is not None and answer.turn is not None:
+            return self._sessions.order_key(answer.turn)
+        self._give_key(answer, expected_wait_s)
+        return answer.order_key or OrderKey(answer.arrival_s)
+
+    def _give_key(self, answer: Answer, expected_wait_s: Callable[[], float]) -> None:
+        """Ask the policy for the key of a request that has to wait, unless it has one."""
         picker, now_s = self._picker, self._clock_s()
         runner = picker.deciding(picker.arm_of(answer.request.request_id))
         rows = self.availability.candidates(answer, now_s)
@@ -160,9 +173,12 @@ class Placement:
         rows = self.availability.admitted(self.refresh())
         return bool(len(self.availability.with_room(rows)))
 
-    def finish(self, pick: Pick, request_id: str, now_s: float, response_s: float | None) -> None:
+    def finish(self, pick: Pick, answer: Answer, now_s: float, response_s: float | None) -> None:
         """Record the end of an attempt; `response_s` is None where it was not completed."""
-        pick.replica.in_flight.close(request_id, now_s, response_s)
+        pick.replica.in_flight.close(answer.request.request_id, now_s, response_s)
+        if self._sessions is not None and answer.turn is not None:
+            num_tokens = None if response_s is None else answer.num_tokens
+            self._sessions.end(answer.turn, now_s, num_tokens)
         self._metrics.of_pool(pick.replica.pool).in_flight.dec()
         if pick.by_ray and self._ray is not None:
             self._ray.finished(pick.replica.replica_id)
@@ -240,6 +256,8 @@ class Placement:
         output_tokens = choice.request.predicted_total_tokens - context
         request_id, now_s = answer.request.request_id, pick.time_s
         replica.send(request_id, answer.prompt, match_tokens, output_tokens, now_s)
+        if self._sessions is not None and answer.turn is not None:
+            self._sessions.start(answer.turn, replica, match_tokens)
         if self._picker.sees_queues:
             key_s = now_s if pick.order_key is None else pick.order_key.key_s
             self._sent.add(replica.replica_id, key_s, float(context))

@@ -279,6 +279,13 @@ class ReplicaState:
             self._capacity = self._blocks_held()
             self._retell(self)
 
+    @property
+    def kv_tokens(self) -> float:
+        """Tokens that its KV memory holds; infinite: nobody says."""
+        if self.speed is not None and not self.speed.knows_memory:
+            return math.inf
+        return self.profile.kv_capacity_tokens
+
     def _blocks_held(self) -> int:
         size = self.block_tokens
         return int(self.profile.kv_capacity_tokens // size) if size else 0

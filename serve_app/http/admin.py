@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import generate_latest
 from pydantic import Field
 
+from serve_app.cluster import SessionSettings
 from serve_app.gateway.gateway import Gateway
 from serve_app.http.auth import Access
 from serve_app.http.body import StrictBody
@@ -19,6 +20,7 @@ from serve_app.http.errors import DENIED, PROBLEMS, refusals
 from serve_app.http.policies_schema import PoliciesAnswer, PoliciesChange, describe_policies
 from serve_app.http.reasons import BadRequest
 from serve_app.policy.autopilot import AutopilotAnswer, AutopilotReport
+from tokenyard.routing.sessions.rules import make_rule
 from tokenyard.workload.answer_lengths import AnswerLengths
 
 _PAGE = resources.files("serve_app").joinpath("http/dashboard.html")
@@ -140,6 +142,23 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
         """Return the requests that wait, first to last, and how full replicas are."""
         holding = gateway.holding
         return {"held": 0, "requests": []} if holding is None else holding.describe()
+
+    @router.get("/v1/sessions", dependencies=may_see_all, responses=DENIED)
+    async def sessions() -> dict[str, Any]:
+        """Return active sessions, how much KV memory they take, and how many turns are held."""
+        now_s, holding, gate = gateway.refresh(), gateway.holding, gateway.sessions
+        if gate is None or holding is None:
+            return {"running": 0, "idle": 0, "held": 0, "replicas": [], "sessions": []}
+        return {"held": len(holding), **gate.describe(now_s)}
+
+    @router.post("/v1/sessions", dependencies=[Depends(access.may_change)], responses=PROBLEMS)
+    async def change_sessions(body: SessionSettings) -> dict[str, str]:
+        """Have another rule hold sessions; those that were let in stay."""
+        if gateway.sessions is None:
+            raise BadRequest("the cluster file has no `sessions`", 409)
+        gateway.sessions.rule = make_rule(body.rule)
+        gateway.manager.note(f"sessions held by {body.rule}", "sessions", "asked")
+        return {"rule": body.rule}
 
     @router.get("/healthz")
     async def healthz() -> JSONResponse:

@@ -37,7 +37,8 @@ _HANDED_ON = frozenset(
         b"traceparent", b"tracestate", b"user-agent", b"x-request-id",
     )
 )  # fmt: skip
-_CLASS, _TENANT = b"x-service-tier", b"x-tenant"
+_CLASS, _TENANT, _SESSION = b"x-service-tier", b"x-tenant", b"x-session-id"
+_SESSION_CHARS = 200
 _RESPONSES = "/v1/responses"
 _MOST_RESPONSES, _KEPT_S = 100_000, 86_400.0
 """Responses whose endpoints are kept, and for how long."""
@@ -59,8 +60,8 @@ class DataPath:
         self._orders = any(pool.order == "priority" for pool in cluster.external_pools)
         passed = (name.encode() for pool in cluster.external_pools for name in pool.pass_headers)
         self._others = frozenset(passed) - _HANDED_ON
-        self._responses = OrderedDict[str, tuple[float, str, str]]()
-        """The last responses, by id: time of creation, seconds, endpoint and model."""
+        self._responses = OrderedDict[str, tuple[float, str, str, str]]()
+        """The last responses, by id: time of creation, seconds, endpoint, model and session."""
         self._catalog = ModelCatalog(cluster)
         models = self._catalog.models
         if not isinstance(tokenizers, Mapping):
@@ -141,10 +142,14 @@ class DataPath:
             generation=generation,
             trace=b"" if self._gateway.tracing is None else _lines(scope, TRACE),
         )  # fmt: skip
+        request.session = _session_of(peeked, headers)
+        if is_response and request.session is None:
+            # Responses that go on from each other are one session, of the first one's name.
+            request.session = name if noted is None else noted[3]
         if noted is not None and noted[2] == model.name and time.monotonic() - noted[0] < _KEPT_S:
             request.sticks_to = noted[1]
         if path == _RESPONSES:
-            request.hear = partial(self._note_response, model.name)
+            request.hear = partial(self._note_response, model.name, request.session or "")
         return request, service_class
 
     def _model(self, peeked: Peek, caller: Caller) -> ServedModel:
@@ -157,9 +162,9 @@ class DataPath:
             raise BadRequest(f"your key may not ask model {model.name!r}", 403, "model")
         return model
 
-    def _note_response(self, model: str, replica_id: str, response_id: str) -> None:
+    def _note_response(self, model: str, session: str, replica_id: str, response_id: str) -> None:
         """Remember which endpoint holds a response, for requests that continue it."""
-        self._responses[response_id] = time.monotonic(), replica_id, model
+        self._responses[response_id] = time.monotonic(), replica_id, model, session
         self._responses.move_to_end(response_id)
         if len(self._responses) > _MOST_RESPONSES:
             self._responses.popitem(last=False)
@@ -216,6 +221,13 @@ def _response_id(path: str, peeked: Peek) -> str:
         return path.split("/")[3]
     previous = peeked.fields.get("previous_response_id")
     return previous if isinstance(previous, str) else ""
+
+
+def _session_of(peeked: Peek, headers: Mapping[bytes, bytes]) -> str | None:
+    """The name that a caller gives its session; None: none."""
+    header = headers.get(_SESSION, b"").decode("latin-1")
+    named = (header, *(peeked.fields.get(name) for name in ("prompt_cache_key", "user")))
+    return next((name[:_SESSION_CHARS] for name in named if isinstance(name, str) and name), None)
 
 
 def _lines(scope: Scope, names: Container[bytes]) -> bytes:

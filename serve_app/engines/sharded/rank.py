@@ -24,7 +24,6 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.distributed import DistributedConfig, mixin, pipeline_parallel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators.full_attention import (
     FullAttentionCacheAllocator,
 )
@@ -46,20 +45,19 @@ from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 from transformers.generation.continuous_batching.utils import find_head_dim
 from transformers.generation.logits_process import LogitsProcessorList
 
-from serve_app.engine_config import EngineConfig
+from serve_app.engine_config import PAGE_TOKENS, EngineConfig
 from serve_app.engines.base import EngineError, EngineStats, Sampling
 from serve_app.engines.emulation import Pace
 from serve_app.engines.models import find_model
 from serve_app.engines.sharded import attention
 from serve_app.engines.sharded.messages import GroupLimits, Progress, RankReport, order_key_in
 from serve_app.engines.sharded.packing import make_packable, pack_linears
+from serve_app.engines.sharded.prefix_cache import StageCache
 from serve_app.engines.sharded.sampling import GumbelDraws
 
 # torch marks what may be missing on some platforms as not exported.
 dist: Any = torch.distributed
 
-PAGE_TOKENS = 32
-"""Tokens whose keys and values are allocated together."""
 DEFAULT_KV_BYTES = 256 << 20
 _COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 _SWITCH_S = 2e-4
@@ -294,30 +292,6 @@ class LockstepHelper(DistributedHelper):
         return False
 
 
-class StageCache(PagedAttentionCache):
-    """A paged cache for the layers and heads of this rank only."""
-
-    first_layer = 0
-    _plan: attention.BatchLayout | None = None
-
-    def plan_of(self, layer: int, group: int, dtype: Any, kwargs: Any) -> attention.BatchLayout:
-        """Return how the batch attends, with the read indices in the order of the plan."""
-        if layer == self.first_layer or self._plan is None:
-            self._plan = attention.make_plan(
-                kwargs["cu_seq_lens_q"].tolist(),
-                kwargs["cu_seq_lens_k"]["full_attention"].tolist(),
-                kwargs["read_index"][0],
-                group,
-                dtype,
-            )
-        kwargs["read_index"] = [self._plan.read_index]
-        return self._plan
-
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, kwargs: Any) -> Any:
-        """Number the layers from this rank's first."""
-        return super().update(key_states, value_states, layer_idx - self.first_layer, kwargs)
-
-
 class OrderScheduler(FIFOScheduler):
     """Lets requests wait by their order keys, and counts those evicted from the cache.
 
@@ -356,6 +330,11 @@ class OrderScheduler(FIFOScheduler):
         self.block_new_requests &= not cancelled
         return cancelled
 
+    def _try_to_meet_safety_margin(self) -> bool:
+        """Whether enough memory is free; unused blocks are, and stay until they are needed."""
+        self.cache.pool.try_to_free_sectors()
+        return bool(self.cache.compute_free_capacity() >= self.safety_margin)
+
     def _get_waiting_candidates(self) -> list[RequestState]:
         """Return waiting requests, after late ones have gone back in the line.
 
@@ -393,7 +372,7 @@ class LockstepManager(ContinuousBatchingManager):
             page_size=PAGE_TOKENS,
             max_batch_tokens=config.token_budget,
             max_requests_per_batch=config.max_batch,
-            allow_block_sharing=False,
+            allow_block_sharing=config.prefix_caching,
             use_async_batching=False,
             use_cuda_graph=False,
             auto_switch_to_flash=False,

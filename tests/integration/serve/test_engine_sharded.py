@@ -53,11 +53,12 @@ def single_logits(model, prompt):
         return model(torch.tensor([prompt])).logits[0]
 
 
-def single_tokens(model, prompt, num_new=NUM_NEW):
+def single_tokens(model, prompt, num_new=NUM_NEW, eos_token_id=EOS):
     ids = torch.tensor([prompt])
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False
-    )
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False,
+        eos_token_id=eos_token_id,
+    )  # fmt: skip
     return out[0, len(prompt) :].tolist()
 
 
@@ -377,6 +378,64 @@ def test_an_emulation_keeps_the_pace_of_the_hardware_it_stands_for(tiny):
     # An iteration that the machine delays is late; the median is not.
     ratio = np.median(measured.iterations.time_s / stated_s)
     assert ratio == pytest.approx(1.0, abs=0.03)
+
+
+def test_a_prompt_that_goes_on_from_an_earlier_one_computes_the_rest_alone(tiny):
+    folder, model = tiny
+    stands_for = Emulation(gpu="a10g", llm="llama3_8b", time_scale=20)
+    config = a_config(
+        folder, max_batch=2, token_budget=64, max_model_tokens=512, emulates=stands_for
+    )
+    first, fresh = prompts_of(384, 64)
+
+    async def first_token_s(engine, name, prompt):
+        begun_s = time.perf_counter()
+        await collected(engine, name, prompt, Sampling(1))
+        return time.perf_counter() - begun_s
+
+    async def run():
+        async with started(config) as engine:
+            opening_s = await first_token_s(engine, "opening", fresh)
+            whole_s = await first_token_s(engine, "whole", first)
+            turn_s = await first_token_s(engine, "turn", first + fresh)
+            tokens, _ = await collected(engine, "again", first + fresh)
+            return opening_s, whole_s, turn_s, tokens
+
+    opening_s, whole_s, turn_s, tokens = asyncio.run(run())
+    logger.info("first token: %.3f s for 64 tokens, %.3f for 384, %.3f for 64 after these",
+                opening_s, whole_s, turn_s)  # fmt: skip
+    assert turn_s < 0.3 * (whole_s + opening_s)
+    assert turn_s < 1.4 * opening_s
+    assert tokens == single_tokens(model, first + fresh)
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_conversations_in_scarce_memory_get_the_tokens_that_they_would_get_alone(tiny, tp):
+    folder, model = tiny
+    # Room for a dozen blocks of 32 tokens: for one or two of six conversations.
+    config = a_config(folder, tensor_parallel=tp, max_batch=3, kv_bytes=(1 << 20) // tp)
+    shared, *openings = prompts_of(70, *range(20, 80, 10))
+
+    async def talk(engine, number, opening):
+        prompt, answers = [*shared, *opening], []
+        for turn in range(3):
+            name = f"{number} {turn}"
+            tokens, _ = await collected(engine, name, prompt, Sampling(20, ignore_eos=True))
+            answers.append((prompt, tokens))
+            prompt = [*prompt, *tokens, *opening[:15]]
+        return answers
+
+    async def run():
+        async with started(config) as engine:
+            talks = (talk(engine, *each) for each in enumerate(openings))
+            answers = await asyncio.wait_for(asyncio.gather(*talks), 60)
+            await until(lambda: engine.stats().kv_used_fraction == 0)
+            return [turn for answer in answers for turn in answer], engine.stats()
+
+    turns, stats = asyncio.run(run())
+    for prompt, tokens in turns:
+        assert tokens == single_tokens(model, prompt, 20, eos_token_id=None)
+    assert stats.kv_capacity_tokens < sum(len(prompt) for prompt, _ in turns[::3])
 
 
 def test_a_profile_of_an_engine_gives_the_router_its_speeds(tiny):

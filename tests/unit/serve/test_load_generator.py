@@ -135,6 +135,8 @@ def test_equal_prefix_blocks_become_equal_words():
     one, two = make_asks(LoadConfig(), trace, 1.0, longest=4096)
     assert one.words[:32] == two.words[:32]
     assert one.words[32:] != two.words[32:]
+    again = make_asks(LoadConfig(), trace, 1.0, longest=4096, salt=1)[0]
+    assert again.words[:8] != one.words[:8], "what another replay has left in caches is no help"
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -14,6 +14,7 @@ from unit.engine_answers import relay
 from serve_app.cluster import Cluster, EngineProfile
 from serve_app.engines.base import EngineStatus
 from serve_app.engines.texts import TextChunk
+from serve_app.gateway import attempts
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.generation import ReplicaFailed, ReplicaFull, ReplicaTooSmall
@@ -284,7 +285,11 @@ def test_full_replicas_are_429_and_dead_ones_503():
         (ReplicaFailed("it died"), 503),
     ],
 )
-def test_what_one_pool_can_never_answer_goes_to_another_and_is_400_where_none_can(of_b, status):
+def test_what_one_pool_can_never_answer_goes_to_another_and_is_400_where_none_can(
+    of_b, status, monkeypatch
+):
+    monkeypatch.setattr(attempts, "_PATIENCE_S", 1e9)  # Nobody who could answer will come.
+
     async def test(client, pools, gateway):
         for _ in range(4):
             pools["a"].script = [(0, ReplicaTooSmall("too long for this one"))]

@@ -1,0 +1,96 @@
+"""A rank's KV cache: requests that begin alike share blocks, and unused ones stay until needed.
+
+transformers shares blocks by the hash of all tokens up to their end, and under pressure forgets all
+that no request uses. Here the least lately used go, one by one, and of one request the last blocks
+before the first, without which they cannot be found. Imported in the ranks' processes only.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import (
+    BlockLedger,
+    CacheAllocator,
+)
+from transformers.generation.continuous_batching.requests import RequestState
+
+from serve_app.engines.sharded import attention
+
+
+class LruLedger(BlockLedger):
+    """Blocks by their content; those that no request uses are in the order of their last use."""
+
+    def evict(self, num_blocks: int) -> list[int]:
+        """Forget so many unused blocks, least lately used first, and return them."""
+        evicted = list(islice(self.cached_blocks, num_blocks))
+        for block in evicted:
+            del self.cached_blocks[block]
+            del self.hash_to_block[self.block_to_hash.pop(block)]
+        return evicted
+
+
+class StageCache(PagedAttentionCache):
+    """A paged cache for the layers and heads of this rank only."""
+
+    first_layer = 0
+    _plan: attention.BatchLayout | None = None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for allocator in self.cache_allocators.values():
+            allocator.ledger = LruLedger()
+
+    def plan_of(self, layer: int, group: int, dtype: Any, kwargs: Any) -> attention.BatchLayout:
+        """Return how the batch attends, with the read indices in the order of the plan."""
+        if layer == self.first_layer or self._plan is None:
+            self._plan = attention.make_plan(
+                kwargs["cu_seq_lens_q"].tolist(),
+                kwargs["cu_seq_lens_k"]["full_attention"].tolist(),
+                kwargs["read_index"][0],
+                group,
+                dtype,
+            )
+        kwargs["read_index"] = [self._plan.read_index]
+        return self._plan
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, kwargs: Any) -> Any:
+        """Number the layers from this rank's first."""
+        return super().update(key_states, value_states, layer_idx - self.first_layer, kwargs)
+
+    def can_store_request_tokens(
+        self, state: RequestState, request_len: int, dry_run: bool = False
+    ) -> bool:
+        """Allocate room for more tokens of a request, in place of unused blocks; False: no room."""
+        for allocator in self.cache_allocators.values():
+            new = allocator.needs_new_blocks(state.request_id, state.current_len(), request_len)
+            missing = new - self._num_free(allocator)
+            if 0 < missing <= len(allocator.ledger.cached_blocks):
+                self.pool.free_blocks(allocator.index, allocator.ledger.evict(missing))
+        return bool(super().can_store_request_tokens(state, request_len, dry_run))
+
+    def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
+        """Note the content of blocks; the original leaves out those of a request's last batch."""
+        token_ids = state.initial_tokens + state.generated_tokens
+        for name, num_blocks in complete_blocks.items():
+            allocator = self.cache_allocators[name]
+            allocator.mark_complete_blocks(state.request_id, token_ids, num_blocks)
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Release the blocks of a request, the last ones first."""
+        for allocator in self.cache_allocators.values():
+            allocator.block_table.get(request_id, []).reverse()
+        super().free_blocks(request_id, no_cache)
+
+    def compute_free_capacity(self, relative: bool = True) -> int | float:
+        """Share of the memory that no request holds, or bytes; unused blocks are free."""
+        allocators = self.cache_allocators.values()
+        unused = sum(len(each.ledger.cached_blocks) * each.bytes_per_block for each in allocators)
+        total = self.num_sectors * self.bytes_per_sector if relative else 1
+        return float(super().compute_free_capacity(relative) + unused / total)
+
+    def _num_free(self, allocator: CacheAllocator) -> int:
+        in_sectors = self.pool.num_free_sectors * allocator.blocks_per_sector
+        return int(self.pool.count_free_blocks(allocator.index) + in_sectors)
