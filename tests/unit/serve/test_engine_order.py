@@ -91,8 +91,8 @@ def test_who_was_pushed_out_of_the_cache_goes_on_where_the_others_leave():
         outbox = Outbox(runner.get_loop())
         manager = rank.LockstepManager(transformers.LlamaForCausalLM(shape), config, outbox)
         names = ["a#0@0.0", "b#1@1.0"]
-        for name in names:
-            manager.submit(name, [5] * 40, Sampling(120, ignore_eos=True))
+        for number, name in enumerate(names):
+            manager.submit(name, [5 + number] * 40, Sampling(120, ignore_eos=True))
         manager.start()
         try:
             assert [runner.run(first_to_end()), *left] in (names, names[::-1])
