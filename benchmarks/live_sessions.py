@@ -29,6 +29,7 @@ from tokenyard.workload.model import load_model
 
 PLACED_ALONE = "index_las:lease_s=0:full_at=1e9"
 """Nobody is held, and no session has a place of its own."""
+_RETRY_S = 1.0
 METRICS = ("completion_s", "ttft_s", "p99_ttft_s")
 
 
@@ -38,22 +39,24 @@ class Args:
 
     url: str = "http://127.0.0.1:8100"
     arms: tuple[str, ...] = (
-        "marginal_delay+sjf@60 index_las:lease_s=5",
+        "marginal_delay+sjf@60 index_las:lease_s=1:growth_tokens=40:hold_s=12",
         f"marginal_delay+sjf@60 {PLACED_ALONE}",
         f"vllm_cache_aware {PLACED_ALONE}",
     )
     """A routing policy and a rule of sessions each; the first is compared with the others."""
     scenario: str = "agentic_trace_replay@mixed"
     """Routing scenario whose sessions are played."""
-    agents: int = 30
-    sessions: int = 60
+    agents: int = 64
+    sessions: int = 128
     """Sessions of a turn of the arms."""
     max_turns: int = 12
     """Longer sessions are cut."""
     length_scale: float = 0.04
     time_scale: float = 0.2
     """Of the tools' times."""
-    repeats: int = 5
+    longest_tool_s: float = 10.0
+    """Longer ones are cut, so that a turn of the arms does not wait for one session."""
+    repeats: int = 4
     seed: int = 7
     json: Path | None = None
 
@@ -80,8 +83,8 @@ def draw(args: Args, longest: int, seed: int) -> list[list[Step]]:
         prompt = max(int(context * args.length_scale), 1)
         tokens = max(int(answer * args.length_scale), 2)
         if len(sessions[session]) < args.max_turns and prompt + tokens < 0.9 * longest:
-            step = Step(prompt, tokens, float(tool_s) * args.time_scale)
-            sessions[session].append(step)
+            wait_s = min(float(tool_s) * args.time_scale, args.longest_tool_s)
+            sessions[session].append(Step(prompt, tokens, wait_s))
     return [session for session in sessions if session]
 
 
@@ -103,7 +106,11 @@ async def play(
             for place, step in enumerate(session):
                 prompt = words[: max(round(step.prompt_tokens * words_per_token), 1)]
                 ask = Ask(0.0, tuple(prompt), step.answer_tokens, f"{salt}-{number}")
-                answer = await client.send(ask, time.perf_counter())
+                due_s = time.perf_counter()
+                answer = await client.send(ask, due_s)
+                while (answer.failure or "").startswith("429"):
+                    await asyncio.sleep(_RETRY_S)  # As clients do; its time goes on.
+                    answer = await client.send(ask, due_s)
                 if answer.failure is not None:
                     failures.append(answer.failure)
                     break

@@ -52,10 +52,14 @@ class _Endpoint(EndpointAsRayReplica):
             lambda: pool.hear(self), pool.failures.inc,
         )  # fmt: skip
         self._stuck = StuckMetrics()
+        self._num_downs = 0
 
     def tell(self, state: ReplicaState) -> None:
         """Write its status to a row; our requests in flight stand in for what is missing."""
         said, heard_s, info = self.scraper.reading, self.scraper.heard_s, self.scraper.info
+        if self.scraper.num_downs != self._num_downs:
+            self._num_downs = self.scraper.num_downs
+            state.forget_cache()
         capacity = said.kv_capacity_tokens or info.kv_capacity_tokens
         assert state.speed is not None
         state.learn(state.speed.publish(info.max_batch, capacity))

@@ -266,6 +266,8 @@ class ReplicaState:
     def publish(self, status: EngineStatus) -> None:
         """Take a status, unless a newer one is known."""
         if status.observed_at_s > self.status.observed_at_s:
+            if self.status.accepting and not status.accepting:
+                self.forget_cache()  # An engine of ours that starts anew has none.
             self.status = status
             self._count_when_published = self.in_flight.count_at(status.observed_at_s)
             self._tell_status()
@@ -298,6 +300,10 @@ class ReplicaState:
         row[columns.STATE_PUBLISHED_AT_S] = status.observed_at_s
         row[columns.STATE_ACCEPTING] = status.accepting
         row[columns.STATE_SENT_WHEN_PUBLISHED] = self._count_when_published
+
+    def forget_cache(self) -> None:
+        """Believe nothing to be cached there any more."""
+        self._prefixes.forget(self.row)
 
     def match_tokens(self, prompt: Prompt) -> int:
         """Leading tokens of a prompt that are probably cached; never the last one."""

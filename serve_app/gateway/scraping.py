@@ -20,7 +20,7 @@ from serve_app.gateway.engine_metrics import (
     with_page,
 )
 from serve_app.gateway.replicas import EndpointInfo
-from serve_app.gateway.upstream import Origin, UpstreamClient
+from serve_app.gateway.upstream import ConnectFailed, Origin, UpstreamClient
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ class Scraper:
         self.reading, self.heard_s = Reading(), 0.0
         """The last reading, maybe an empty one, and its time, Unix time, seconds."""
         self.info = EndpointInfo()
+        self.num_downs = 0
+        """Times that it was found to accept no connection."""
         self._client, self._origin, self._key, self._names = client, origin, key, names
         self._changed, self._failed = changed, failed
         self._pages = origin if names.port is None else replace(origin, port=names.port, idle=[])
@@ -67,9 +69,12 @@ class Scraper:
         self._tasks = []
 
     async def _watch_metrics(self) -> None:
-        failed = False
+        failed = was_down = False
         while True:
             error = await self._failure_of(self._scrape)
+            is_down = isinstance(error, ConnectFailed)
+            self.num_downs += is_down and not was_down
+            was_down = is_down
             if error is not None:
                 self._failed()
                 if not failed:

@@ -330,6 +330,20 @@ def test_what_goes_on_from_a_response_sticks_to_its_endpoint(stream):
     run(test, 3)
 
 
+def test_responses_that_go_on_from_each_other_are_one_session():
+    async def test(port, gateway, endpoints):
+        for number, previous in enumerate((None, "resp_0", "resp_1", None)):
+            endpoints[0].pieces = (a_response(number),)
+            body = {"model": "m", "input": "a"} | (
+                {"previous_response_id": previous} if previous else {}
+            )
+            assert (await ask(port, "POST", RESPONSES, json.dumps(body).encode()))[0] == 200
+        shown = gateway.sessions.describe(0.0)["sessions"]
+        assert sorted(session["turns"] for session in shown) == [1, 3]
+
+    run(test, sessions={"rule": "index_las:lease_s=60"})
+
+
 def test_a_response_whose_endpoint_is_gone_is_not_found():
     async def test(port, gateway, endpoints):
         endpoints[0].pieces = (a_response(1),)

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from unit.raw_endpoint import raw_endpoints
-from unit.stub_endpoint import DONE, HANG, WHOLE, an_event, stubs
+from unit.stub_endpoint import DONE, HANG, WHOLE, Stub, an_event, stubs
 
 from serve_app.cluster import Cluster
 from serve_app.endpoints import Endpoint
@@ -22,8 +22,10 @@ from serve_app.gateway.exchange import Call, InferenceRequest
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.metrics import Metrics
+from serve_app.gateway.replicas import Prompt
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
+from serve_app.http.free_port import free_port
 from serve_app.policy.manager import PolicyManager
 
 PROFILE = {
@@ -358,6 +360,44 @@ def test_an_endpoint_that_is_not_there_ends_nobodys_scraping_and_is_said_once(ca
     with pytest.MonkeyPatch.context() as short:
         short.setattr(scraping, "TIMEOUT_S", 0.05)
         run(test, 2, scrapes=True)
+
+
+def test_an_endpoint_that_was_down_has_nothing_cached_any_more():
+    async def test():
+        endpoint, port, writers = Stub(), free_port(), []
+        endpoint.url = f"http://127.0.0.1:{port}"
+
+        async def serve(reader, writer):
+            writers.append(writer)
+            await endpoint.serve(reader, writer)
+
+        server = await asyncio.start_server(serve, "127.0.0.1", port)
+        cluster = a_cluster([endpoint], {}, pool={"prefix_block_tokens": 4})
+        prompt = list(range(40))
+        body = BODY | {"prompt": prompt}
+        async with gateway_before(cluster, scrapes=True) as (client, gateway):
+
+            def cached():
+                gateway.refresh()
+                return gateway.table.replicas[endpoint.url].match_tokens(Prompt(prompt))
+
+            await until(lambda: endpoint.num_scraped)
+            assert text_of(await client.post("/v1/completions", json=body)) == "ok"
+            assert cached() == 36
+            failures = pools_metric(gateway, "scrape_failures_total") or 0
+            server.close()
+            for writer in writers:
+                writer.transport.abort()
+            await until(lambda: pools_metric(gateway, "scrape_failures_total") > failures + 1)
+            scraped = endpoint.num_scraped
+            server = await asyncio.start_server(serve, "127.0.0.1", port)
+            await until(lambda: endpoint.num_scraped > scraped)
+            await until(lambda: cached() == 0)
+            assert text_of(await client.post("/v1/completions", json=body)) == "ok"
+            assert cached() == 36
+        server.close()
+
+    asyncio.run(asyncio.wait_for(test(), 30))
 
 
 def waiting(gateway, endpoint):

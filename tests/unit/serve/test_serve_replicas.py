@@ -236,3 +236,13 @@ def test_the_host_metrics_give_shares_and_a_rate():
     loads = host_metrics.read(2.0)
     assert all(0 <= value <= 1 for name, value in loads.items() if name.endswith("_fraction"))
     assert loads["network_bytes_per_s"] >= 0
+
+
+def test_an_engine_that_starts_anew_has_nothing_cached():
+    table, prompt = ReplicaTable((100.0, 100.0)), Prompt(range(100))
+    replica = table.add("a", "p", PROFILE, 16, 0.0)
+    replica.send("one", prompt, 0, 10.0, 0.0)
+    assert replica.match_tokens(prompt) == 96
+    replica.publish(EngineStatus(0, 0, 0.0, 1.0, accepting=False))
+    replica.publish(EngineStatus(0, 0, 0.0, 2.0))
+    assert replica.match_tokens(prompt) == 0
