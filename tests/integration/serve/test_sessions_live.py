@@ -1,6 +1,7 @@
 """Sessions while what serves them is killed: none is lost, and none held beyond its bound."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -30,7 +31,8 @@ asyncio.run(main())
 
 @contextmanager
 def killed_at_the_end(*command):
-    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, env=env)
     try:
         yield process
     finally:

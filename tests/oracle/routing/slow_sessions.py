@@ -1,7 +1,7 @@
 """Sessions on batching replicas once more, in plain Python: an iteration at a time, no stretches.
 
 Slow and short on purpose; what it shares with the program are the numbers of a rule and of a
-stream. ThunderAgent's rule is not here.
+stream.
 """
 
 import math
@@ -22,6 +22,7 @@ class Session:
     forced: bool = False
     started: bool = False
     preempted: bool = False
+    marked: bool = False
     ready: float = 0.0
     due: float = math.inf
     tool_end: float = 0.0
@@ -164,7 +165,7 @@ class SlowSessions:
         s.attained += answer + self.out[s.number, s.turn]["prefilled"]
         s.tokens = context + answer
         if s.turn + 1 == len(s.turns):
-            s.state, s.active, s.due = "ended", False, math.inf
+            s.state, s.active, s.marked, s.due = "ended", False, False, math.inf
             if self.rule.knows_ends:
                 s.state = "gone"
                 for q in self.replicas:
@@ -172,7 +173,7 @@ class SlowSessions:
             return
         s.state, s.tool_end = "tool", self.now + tool
         self.store(r, s, held)
-        s.active = self.rule.lease_s > 0
+        s.active, s.marked = self.rule.lease_s > 0 and not s.marked, False
         s.due = min(s.tool_end, self.now + self.rule.lease_s) if s.active else s.tool_end
 
     def preempt(self, r):
@@ -324,6 +325,67 @@ class SlowSessions:
                 if skipped >= max(self.rule.backfill, 1):
                     return
 
+    # ThunderAgent (arXiv 2602.13692)
+
+    def group(self, s):
+        """Order of paused sessions: turns that wait, new ones, those at a tool; None: not paused."""
+        groups = {"held": 0 if s.started else 1, "tool": 2}
+        return None if s.active else groups.get(s.state)
+
+    def roomiest(self, s):
+        u, best = self.rule, (-math.inf, None)
+        for r in self.replicas:
+            own = not (u.own_replica and s.started) or s.home is r
+            room = (u.full_at - u.spare) * r.capacity - self.footprints(r)[0]
+            if own and s.tokens <= 0.98 * r.capacity and room > best[0]:
+                best = room, r
+        return best
+
+    def resume(self, group):
+        u = self.rule
+        for s in sorted((s for s in self.live() if self.group(s) == group), key=lambda s: s.tokens):
+            room, r = self.roomiest(s)
+            if room >= s.tokens + u.growth_tokens:
+                s.home, s.active = r, True
+                if s.state == "held":
+                    self.dispatch(s)
+            elif not u.own_replica:
+                return
+
+    def size(self, r, s):
+        for one in r.running:
+            if one.session is s:
+                return one.length if one.missing > 0 else one.held + r.busy
+        return s.tokens + s.generated * (s.state == "queued")
+
+    def pause(self, r):
+        growth = self.rule.growth_tokens
+        own = [s for s in self.live() if s.home is r and s.active]
+        taken = self.footprints(r)[0] - sum(self.size(r, s) + growth for s in own if s.marked)
+        rest = [s for s in own if not s.marked]
+        for s in sorted(rest, key=lambda s: (s.state != "tool", self.size(r, s))):
+            if taken <= self.rule.full_at * r.capacity:
+                return
+            taken -= self.size(r, s) + growth
+            s.active, s.marked = s.state != "tool", s.state != "tool"
+
+    def decide_by_thunderagent(self, is_tick):
+        if is_tick:
+            for group in range(3):
+                self.resume(group)
+            for r in self.replicas:
+                self.pause(r)
+        for s in [s for s in self.live() if s.state == "held" and s.forced]:
+            if home := self.cheapest(s):
+                s.home = home
+                self.dispatch(s)
+        paused = [s for s in self.live() if self.group(s) is not None and not s.forced]
+        if len(paused) == 1 and not paused[0].started and paused[0].ready == self.now:
+            room, r = self.roomiest(paused[0])
+            if room >= paused[0].tokens + self.rule.growth_tokens:
+                paused[0].home = r
+                self.dispatch(paused[0])
+
     # events
 
     def turn_is_ready(self, s):
@@ -334,11 +396,18 @@ class SlowSessions:
             self.dispatch(s)
 
     def play(self):
+        tick_s = self.rule.tick_s or math.inf
+        next_tick_s = tick_s
         while True:
             events = [(r.until, 0, i, r) for i, r in enumerate(self.replicas)]
             events += [(s.due, 1, s.number, s) for s in self.live()]
             events += [(s.arrival, 2, s.number, s) for s in self.sessions if s.state == "future"]
             time, kind, _, who = min(events, key=lambda e: e[:3])
+            if time == math.inf and not any(s.state == "held" for s in self.live()):
+                return self.out
+            if next_tick_s < time:
+                time, kind = next_tick_s, 3
+                next_tick_s += tick_s
             if time == math.inf:
                 return self.out
             self.now = time
@@ -347,6 +416,8 @@ class SlowSessions:
                 decides = self.end_iteration(who)
             elif kind == 2:
                 self.turn_is_ready(who)
+            elif kind == 3:
+                pass
             elif who.state == "held":
                 who.forced, who.due = True, math.inf
             elif time < who.tool_end:
@@ -356,7 +427,9 @@ class SlowSessions:
             else:
                 who.turn += 1
                 self.turn_is_ready(who)
-            if decides:
+            if decides and tick_s < math.inf:
+                self.decide_by_thunderagent(kind == 3)
+            elif decides:
                 self.decide()
             for r in self.replicas:
                 if not r.busy:

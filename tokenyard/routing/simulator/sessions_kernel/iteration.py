@@ -109,6 +109,7 @@ def _end_turn(world, replica, which, now):
     if session[lay.TURN] + 1.0 == session[lay.NUM_TURNS]:
         session[lay.STATE] = lay.ENDED
         session[lay.ACTIVE] = 0.0
+        session[lay.MARKED] = 0.0
         session[lay.DUE_S] = math.inf
         if world.rule[ru.KNOWS_ENDS] > 0.0:
             forget(world, index)
