@@ -142,10 +142,11 @@ class DataPath:
             generation=generation,
             trace=b"" if self._gateway.tracing is None else _lines(scope, TRACE),
         )  # fmt: skip
-        request.session = _session_of(peeked, headers)
-        if is_response and request.session is None:
-            # Responses that go on from each other are one session, of the first one's name.
-            request.session = name if noted is None else noted[3]
+        if cluster.sessions is not None:
+            request.session = _session_of(peeked, headers)
+            if is_response and request.session is None:
+                # Responses that go on from each other are one session, of the first one's name.
+                request.session = name if noted is None else noted[3]
         if noted is not None and noted[2] == model.name and time.monotonic() - noted[0] < _KEPT_S:
             request.sticks_to = noted[1]
         if path == _RESPONSES:
