@@ -56,7 +56,7 @@ class Args:
     """Of the tools' times."""
     longest_tool_s: float = 10.0
     """Longer ones are cut, so that a turn of the arms does not wait for one session."""
-    repeats: int = 4
+    repeats: int = 5
     seed: int = 7
     json: Path | None = None
 
@@ -138,7 +138,8 @@ async def run(args: Args, console: Console) -> dict[str, list[dict[str, float]]]
         client.model = model["id"]
         words_per_token = await client.words_per_token()
         for repeat in range(args.repeats):
-            sessions = draw(args, int(model["max_model_len"]), args.seed + repeat)
+            longest = int(model.get("max_model_len") or 4096)
+            sessions = draw(args, longest, args.seed + repeat)
             order = repeat % len(args.arms)
             for arm in args.arms[order:] + args.arms[:order]:
                 policy, rule = arm.split()
@@ -152,10 +153,11 @@ async def run(args: Args, console: Console) -> dict[str, list[dict[str, float]]]
     return results
 
 
-def main(args: Args) -> None:
+def main(args: Args) -> list[dict[str, object]]:
+    """Print and return a row for each arm."""
     console = Console(highlight=False, width=170)
     results = asyncio.run(run(args, console))
-    first, rows = args.arms[0], []
+    first, rows = args.arms[0], list[dict[str, object]]()
     for arm, turns in results.items():
         row: dict[str, object] = {"arm": arm, "failed": sum(turn["failed_turns"] for turn in turns)}
         for metric in METRICS:
@@ -170,6 +172,7 @@ def main(args: Args) -> None:
         console.print(row)
     if args.json is not None:
         write_result(args.json, command_line(), args.seed, rows)
+    return rows
 
 
 if __name__ == "__main__":

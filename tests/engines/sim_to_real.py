@@ -5,13 +5,11 @@
 Two llama.cpp servers and a sharded engine of Tokenyard have a share of CPU each (a quota of their
 cgroup), so that speeds differ and nobody waits for another's cores. A gateway that has nothing but
 their URLs estimates their speeds from some traffic. On other traffic policies take turns, and the
-same requests are simulated with what was estimated. With `--league` routers of others that are
-installed (`make rivals`) take turns with the gateway before the same engines.
+same requests are simulated with what was estimated.
 """
 
 import asyncio
 import itertools
-import json
 import os
 import signal
 import sys
@@ -22,16 +20,14 @@ from pathlib import Path
 
 import tyro
 import yaml
-from engines.real_engines import ADMIN, LIMIT_S, ROOT, Engine, Process, status_of, wait_until
+from engines.real_engines import ADMIN, LIMIT_S, Engine, Process, wait_until
 from rich.console import Console
 
 from pipelines import calibrate, replay
-from serve_app.load_generator import make_rows
 from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.statistics.intervals import t_interval
 
-ROUTERS = Path(os.environ.get("TOKENYARD_RIVALS", ROOT / ".rivals"))
 TRAFFIC = {"scenario": "conversation", "length_scale": 0.04}
 """Recorded conversations' lengths, shortened for a model of 135 million parameters on a CPU."""
 POLICIES = (
@@ -60,8 +56,6 @@ class Args:
     """Of the traffic by which speeds are estimated."""
     seed: int = 7
     engines: tuple[str, ...] = tuple(SHARES)
-    league: bool = False
-    """Compare with other routers, at the middle load, and simulate nothing."""
     json: Path | None = None
 
 
@@ -217,82 +211,6 @@ def pairs_of(measured, rows):
     return pairs
 
 
-def vllm_router(folder, scratch, urls, port):
-    """vllm-router with two random candidates, its choice where it does not go by caches."""
-    return [
-        folder / "bin" / "vllm-router", "--worker-urls", *urls, "--policy", "power_of_two",
-        "--host", "127.0.0.1", "--port", port,
-    ]  # fmt: skip
-
-
-def envoy(folder, scratch, urls, port):
-    """Envoy with least requests of two random endpoints, its default."""
-    addresses = [url.removeprefix("http://").split(":") for url in urls]
-    endpoints = [
-        {"endpoint": {"address": {"socket_address": {"address": host, "port_value": int(number)}}}}
-        for host, number in addresses
-    ]
-    manager = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
-    router = "envoy.extensions.filters.http.router.v3.Router"
-    route = {"match": {"prefix": "/"}, "route": {"cluster": "engines", "timeout": "0s"}}
-    http = {
-        "@type": f"type.googleapis.com/{manager}", "stat_prefix": "in",
-        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
-        "http_filters": [{
-            "name": "router", "typed_config": {"@type": f"type.googleapis.com/{router}"},
-        }],
-    }  # fmt: skip
-    listener = {
-        "address": {"socket_address": {"address": "127.0.0.1", "port_value": port}},
-        "filter_chains": [{"filters": [{"name": "http", "typed_config": http}]}],
-    }
-    cluster = {
-        "name": "engines", "type": "STATIC", "lb_policy": "LEAST_REQUEST",
-        "load_assignment": {"cluster_name": "engines", "endpoints": [{"lb_endpoints": endpoints}]},
-    }  # fmt: skip
-    file = scratch / "envoy.json"
-    file.write_text(
-        json.dumps({"static_resources": {"listeners": [listener], "clusters": [cluster]}})
-    )
-    return [
-        folder / "bin" / "envoy", "--concurrency", "1", "--disable-hot-restart", "-l", "error",
-        "-c", file,
-    ]  # fmt: skip
-
-
-RIVALS = {"vllm-router": vllm_router, "envoy": envoy}
-OURS = ("marginal_delay+sjf@60", "ray_default", "round_robin")
-
-
-def league(url, urls, rate, args, scratch, console):
-    """Rows of the gateway's policies and of other routers, in turns over the same requests."""
-    with ExitStack() as stack:
-        routers = {policy: (url, policy) for policy in OURS}
-        for name, command in RIVALS.items():
-            folder = ROUTERS / name
-            if not (folder / ".installed").exists():
-                console.print(f"no {name} in {folder}: `make rivals`")
-                continue
-            process = Process(scratch, name)
-            stack.callback(process.end, signal.SIGTERM)
-            process.begin(command(folder, scratch, urls, process.port), {})
-            wait_until(lambda process=process: status_of(f"{process.url}/v1/models") == 200)
-            routers[name] = process.url, None
-        turns = {name: [] for name in routers}
-        for repeat in range(args.repeats):
-            names = list(routers)
-            for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-                where, policy = routers[name]
-                measured, _ = play(
-                    where, console, rate=rate, compare=policy, duration_s=args.duration_s,
-                    seed=args.seed + 10 + repeat, slo_response_s=15.0,
-                )  # fmt: skip
-                turns[name].append(next(iter(measured.turns.values()))[0])
-    rows = make_rows(turns, OURS[0], "generated conversation")
-    replay.print_rows(console, rows, OURS[0])
-    return rows
-
-
 def study(args, console):
     """Rows of every policy at every load, and pairs that part, printed as they come."""
     rows = []
@@ -302,12 +220,6 @@ def study(args, console):
         url = stack.enter_context(gateway_before(scratch, urls))
         path, sent = learn(url, args, scratch, console)
         middle = args.loads[len(args.loads) // 2]
-        if args.league:
-            rate = rate_at(middle, path, sent)
-            rows = league(url, urls, rate, args, scratch, console)
-            if args.json is not None:
-                write_result(args.json, command_line(), args.seed, rows)
-            return rows
         for load in args.loads:
             policies = args.policies if load == middle else args.policies[:3]
             measured, load_rows = play(

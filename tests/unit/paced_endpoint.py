@@ -79,5 +79,8 @@ class PacedEndpoint(Stub):
             is_last = await one.events.get()
             event = an_event("word ", "length" if is_last else None)
             writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+        usage = {"prompt_tokens": one.prompt, "completion_tokens": one.output}
+        event = b"data: %b\n\n" % json.dumps({"choices": [], "usage": usage}).encode()
+        writer.write(b"%x\r\n%b\r\n" % (len(event), event))
         writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
         await writer.drain()

@@ -13,9 +13,11 @@ import pytest
 import yaml
 from integration.serve.test_serve_app import endpoints_at
 
+from benchmarks import live_sessions
 from serve_app.http.free_port import free_port
 
 KV_TOKENS, HOLD_S = 600, 3.0
+RULE = f"index_las:lease_s=0.5:growth_tokens=0:full_at=1:hold_s={HOLD_S}"
 ENDPOINT = """
 import asyncio, sys
 from unit.paced_endpoint import PacedEndpoint
@@ -31,7 +33,7 @@ asyncio.run(main())
 
 @contextmanager
 def killed_at_the_end(*command):
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TOKENYARD_LOCAL_ADMIN": "1"}
     process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, env=env)
     try:
         yield process
@@ -92,16 +94,38 @@ async def until_up(url):
             await asyncio.sleep(0.1)
 
 
+def a_cluster_file(folder, ports, rule):
+    pool = endpoints_at(*(f"http://127.0.0.1:{each}" for each in ports))
+    pool["profile"] = pool["profile"] | {"kv_capacity_tokens": KV_TOKENS}
+    fields = {"name": "front", "description": "d", "served_model": "m", "pools": [pool]}
+    fields |= {"sessions": {"rule": rule}, "outlier_ejection": {"max_s": 1.0}}
+    file = folder / "cluster.yaml"
+    file.write_text(yaml.safe_dump(fields))
+    return file
+
+
+@pytest.mark.integration
+def test_the_benchmark_of_agents_compares_its_arms(tmp_path):
+    ports, port = [free_port(), free_port()], free_port()
+    file, url = a_cluster_file(tmp_path, ports, RULE), f"http://127.0.0.1:{port}"
+    arms = (f"sed {RULE}", f"round_robin {live_sessions.PLACED_ALONE}")
+    args = live_sessions.Args(
+        url=url, arms=arms, agents=3, sessions=4, max_turns=2, length_scale=0.002, time_scale=0.0,
+        repeats=1, json=tmp_path / "rows.json",
+    )  # fmt: skip
+    with an_endpoint(ports[0]), an_endpoint(ports[1]), a_gateway(file, port):
+        asyncio.run(asyncio.wait_for(until_up(url), 60))
+        first, second = live_sessions.main(args)
+    assert (first["arm"], second["arm"]) == arms
+    for row in (first, second):
+        assert row["failed"] == 0
+        assert row["completion_s"] > row["ttft_s"] > 0
+
+
 @pytest.mark.integration
 def test_killing_the_gateway_and_a_replica_loses_no_session(tmp_path):
     ports, port = [free_port(), free_port()], free_port()
-    pool = endpoints_at(*(f"http://127.0.0.1:{each}" for each in ports))
-    pool["profile"] = pool["profile"] | {"kv_capacity_tokens": KV_TOKENS}
-    rule = f"index_las:lease_s=0.5:growth_tokens=0:full_at=1:hold_s={HOLD_S}"
-    fields = {"name": "front", "description": "d", "served_model": "m", "pools": [pool]}
-    fields |= {"sessions": {"rule": rule}, "outlier_ejection": {"max_s": 1.0}}
-    file, url = tmp_path / "cluster.yaml", f"http://127.0.0.1:{port}"
-    file.write_text(yaml.safe_dump(fields))
+    file, url = a_cluster_file(tmp_path, ports, RULE), f"http://127.0.0.1:{port}"
 
     async def test():
         took_s, names = [], [f"agent {number}" for number in range(12)]

@@ -328,7 +328,7 @@ class SlowSessions:
     # ThunderAgent (arXiv 2602.13692)
 
     def group(self, s):
-        """Order of paused sessions: turns that wait, new ones, those at a tool; None: not paused."""
+        """Order of paused sessions: turns that wait, new ones, those at a tool; None: active."""
         groups = {"held": 0 if s.started else 1, "tool": 2}
         return None if s.active else groups.get(s.state)
 
