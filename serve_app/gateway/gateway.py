@@ -75,7 +75,7 @@ class Gateway:
         queue, settings = self.cluster.queue, self.cluster.sessions
         self.sessions = None
         if settings is not None:
-            share_of = self.cluster.tenant_share
+            share_of = self.cluster.tenant_share if self.cluster.tenants else None
             self.sessions = SessionGate(make_rule(settings.rule), self.table, share_of)
             queue = queue or QueueSettings()
         self._placement = Placement(

@@ -118,8 +118,9 @@ class Holding:
                 with suppress(ReplicaFull):
                     if (pick := self._placement.pick(answer)) is not None:
                         return pick
-            after_s = self._expected_wait_s()
-            raise WaitedTooLong(f"no replica had room within {most_s:g} s", 429, after_s) from None
+            after_s = None if answer.turn is None else self._expected_wait_s()
+            why = f"no replica had room within {most_s:g} s"
+            raise WaitedTooLong(why, retry_after_s=after_s) from None
         except asyncio.CancelledError:
             if placed.done() and not placed.cancelled():
                 # Whoever asked left just then: the place is another's.

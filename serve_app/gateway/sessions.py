@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -79,9 +79,12 @@ class SessionGate:
     """Knows the sessions, what they take of KV memory, and which turns have to wait."""
 
     def __init__(
-        self, rule: SessionRule, table: ReplicaTable, share_of: Callable[[str], float]
+        self, rule: SessionRule, table: ReplicaTable, share_of: Callable[[str], float] | None = None
     ) -> None:
-        """Take a rule; `share_of` is the share of the memory that a tenant is entitled to."""
+        """Take a rule; `share_of` is the share of the memory that a tenant is entitled to.
+
+        None: as much as any other that has sessions.
+        """
         self.rule = rule
         """May be replaced: what was let in by the one before stays."""
         self._table, self._share_of = table, share_of
@@ -93,9 +96,9 @@ class SessionGate:
         """Tokens of sessions with a lease, in the order in which leases end."""
         self._running: dict[Turn, float] = {}
         """Tokens of turns at replicas."""
-        self._taken: Counter[str] = Counter()
+        self._taken: defaultdict[str, float] = defaultdict(float)
         """Tokens of active sessions, by replica."""
-        self._taken_by: Counter[str] = Counter()
+        self._taken_by: defaultdict[str, float] = defaultdict(float)
         """The same by tenant."""
 
     def arrive(self, name: str | None, tenant: str, prompt: Prompt, now_s: float) -> Turn:
@@ -243,13 +246,17 @@ class SessionGate:
         del self._sessions[session.tenant][session.name]
 
     def _count(self, replica_id: str, tenant: str, tokens: float) -> None:
-        self._taken[replica_id] += tokens  # type: ignore[assignment]
-        self._taken_by[tenant] += tokens  # type: ignore[assignment]
+        self._taken[replica_id] += tokens
+        self._taken_by[tenant] += tokens
 
     def _has_room(self, replica: ReplicaState, tokens: float) -> bool:
         taken, kv_tokens = self._taken[replica.replica_id], replica.kv_tokens
+        if math.isinf(kv_tokens):
+            return True
         if tokens > _LARGEST_SHARE * kv_tokens:
             return False
+        # Others may use it, too: another gateway, or who asks it directly.
+        taken = max(taken, replica.status.kv_used_fraction * kv_tokens)
         full = taken + tokens + self.rule.growth_tokens
         return taken <= 0 or full <= self.rule.full_at * kv_tokens
 
@@ -257,12 +264,14 @@ class SessionGate:
         """End leases of tenants that have more than their share, oldest first, to make room."""
         wanted = {replica.replica_id: replica for replica in replicas}
         total = sum(each.kv_tokens for each in self._table.replicas.values())
-        if self._taken_by[tenant] + tokens > self._share_of(tenant) * total:
+        having = {name for name, taken in self._taken_by.items() if taken > 0} | {tenant}
+        share_of = self._share_of or (lambda _: 1.0 / len(having))
+        if self._taken_by[tenant] + tokens > share_of(tenant) * total:
             return [False] * len(replicas)
         for session in list(self._idle):
             replica = wanted.get(session.replica_id or "")
-            share = self._share_of(session.tenant)
-            if replica is None or self._taken_by[session.tenant] <= share * total:
+            most = share_of(session.tenant) * total
+            if replica is None or self._taken_by[session.tenant] <= most:
                 continue
             self._release(session)
             if self._has_room(replica, tokens):

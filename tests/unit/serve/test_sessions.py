@@ -24,7 +24,7 @@ RULE = "index_las:lease_s=5:growth_tokens=10:full_at=1"
 class Site:
     """A gate before replicas of `KV_TOKENS` each."""
 
-    def __init__(self, num_replicas=1, rule=RULE, share_of=lambda tenant: 1.0):
+    def __init__(self, num_replicas=1, rule=RULE, share_of=None):
         self.table = ReplicaTable((100.0, 100.0))
         profile = PROFILE.model_copy(update={"kv_capacity_tokens": KV_TOKENS})
         for number in range(num_replicas):
@@ -90,6 +90,13 @@ def test_memory_of_which_nobody_says_how_large_it_is_is_never_full(monkeypatch):
     assert site.gate.describe(0.0)["replicas"][0]["kv_tokens"] is None
 
 
+def test_what_others_use_of_the_memory_is_not_free():
+    site = Site()
+    site.table.replicas["r0"].publish(EngineStatus(0, 3, 0.7, 1.0))
+    assert site.where(site.turn("one", 400), 1.0) == []
+    assert site.where(site.turn("one", 280), 1.0) == ["r0"]
+
+
 def test_who_was_held_as_long_as_may_be_takes_no_room_of_others():
     site = Site()
     site.start(site.turn("one", 900))
@@ -133,8 +140,9 @@ def test_a_session_without_a_name_is_known_by_the_prompt_that_it_goes_on_from():
     assert ask(first).session is not turn.session, "its prompt is longer now"
 
 
-def test_idle_sessions_of_a_tenant_beyond_its_share_give_way():
-    site = Site(share_of=lambda tenant: 0.5)
+@pytest.mark.parametrize("share_of", [lambda tenant: 0.5, None])
+def test_idle_sessions_of_a_tenant_beyond_its_share_give_way(share_of):
+    site = Site(share_of=share_of)
     for number in range(4):
         site.play(f"forged {number}", 220, 0.0, 1.0 + number / 10, tenant="many")
     assert site.where(site.turn("one more", 220, tenant="many"), 2.0) == []
