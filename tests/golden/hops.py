@@ -46,9 +46,11 @@ class Hops:
     def counted(self) -> Iterator[None]:
         """Count what is entered inside."""
         self._counts = True
+        gc.disable()  # Gateways, and what is left of them, look at how long collections take.
         try:
             yield
         finally:
+            gc.enable()
             self._counts = False
 
     @contextmanager
@@ -105,11 +107,7 @@ def chat_request() -> Hops:
 
     asyncio.run(inside(Hops()))  # Compiles what a policy calls.
     with Hops().installed() as hops:
-        gc.disable()  # The gateway looks at how long collections take.
-        try:
-            asyncio.run(inside(hops))
-        finally:
-            gc.enable()
+        asyncio.run(inside(hops))
     return hops
 
 

@@ -51,6 +51,8 @@ class ObjectReplica:
     def publish(self, status: EngineStatus) -> None:
         if status.observed_at_s <= self.status.observed_at_s:
             return
+        if self.status.accepting and not status.accepting:
+            self.blocks.clear()
         self.status = status
         at = bisect_right(self.times_s, status.observed_at_s) - 1
         self.count_when_published = self.counts[max(at, 0)]

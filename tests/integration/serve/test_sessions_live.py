@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import yaml
 from integration.serve.test_serve_app import endpoints_at
+from scripts import load_script
 
-from benchmarks import live_sessions
 from serve_app.http.free_port import free_port
 
 KV_TOKENS, HOLD_S = 600, 3.0
@@ -108,6 +108,7 @@ def a_cluster_file(folder, ports, rule):
 def test_the_benchmark_of_agents_compares_its_arms(tmp_path):
     ports, port = [free_port(), free_port()], free_port()
     file, url = a_cluster_file(tmp_path, ports, RULE), f"http://127.0.0.1:{port}"
+    live_sessions = load_script("benchmarks/live_sessions.py")
     arms = (f"sed {RULE}", f"round_robin {live_sessions.PLACED_ALONE}")
     args = live_sessions.Args(
         url=url, arms=arms, agents=3, sessions=4, max_turns=2, length_scale=0.002, time_scale=0.0,

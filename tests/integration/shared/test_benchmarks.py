@@ -69,6 +69,7 @@ OTHERS = {
     "fresh_seeds.py",
     "gateway_throughput.py",
     "learned_gain.py",
+    "live_sessions.py",
     "rival_parity.py",
     "recovery.py",
     "soak.py",
