@@ -40,7 +40,7 @@ _MOST_TOKENS = 1e15
 """Of an equation."""
 _BOUND = 2.0
 """Standardised residual beyond which the influence of an equation does not grow."""
-_CUSUM_NOISE, _CUSUM_DRIFT, _CUSUM_LIMIT, _CUSUM_MOST = 0.1, 1.0, 10.0, 4.0
+_CUSUM_NOISE, _CUSUM_DRIFT, _CUSUM_LIMIT, _CUSUM_MOST = 0.1, 1.0, 10.0, 2.5
 _ALIKE, _UNLIKE = 0.05, 0.7
 """Differences of logarithms of times up to which replicas always count as equally fast, and from
 which on they do not however little is known."""

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle.slow_engine import Engine, Job, simulate
 
@@ -53,6 +53,7 @@ def test_coefficients_come_out_of_the_times_that_they_make(seed):
     assert errors[-1].num_changes == 0
 
 
+@example(774329)  # Four outliers close together are no change of speed.
 @settings(max_examples=15, deadline=None)
 @given(seeds)
 def test_outliers_of_ten_times_hardly_count(seed):
