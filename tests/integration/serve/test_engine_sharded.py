@@ -276,9 +276,7 @@ async def a_full_cache_preempts_and_recovers(engine, model):
         *(collected(engine, f"long {i}", PROMPTS[i], sampling) for i in (2, 3))
     )
     assert engine.stats().num_preemptions > 0
-    model.generation_config.eos_token_id = None
-    expected = [single_tokens(model, PROMPTS[i], 150) for i in (2, 3)]
-    model.generation_config.eos_token_id = EOS
+    expected = [single_tokens(model, PROMPTS[i], 150, eos_token_id=None) for i in (2, 3)]
     assert [tokens for tokens, _ in answers] == expected
 
 
