@@ -3,8 +3,8 @@
     TOKENYARD_LOCAL_ADMIN=1 python pipelines/deploy.py --cluster emulated_sessions --port 8100
     python benchmarks/live_sessions.py --url http://127.0.0.1:8100
 
-So many agents play sessions one after another, turn by turn: each turn waits for the answer to the
-one before, and for its tool. Every arm plays the same sessions in turns, with other words.
+Agents play sessions one after another. Each turn waits for the answer to the one before, and for
+its tool. Every arm plays the same sessions, with other words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import numpy as np
 import tyro
 from rich.console import Console
@@ -144,8 +143,7 @@ async def run(args: Args, console: Console) -> dict[str, list[dict[str, float]]]
             for arm in args.arms[order:] + args.arms[:order]:
                 policy, rule = arm.split()
                 await client.switch(policy)
-                answer = httpx.post(f"{args.url}/v1/sessions", json={"rule": rule})
-                answer.raise_for_status()
+                await client.change("rule", rule, "/v1/sessions")
                 results[arm].append(await play(client, sessions, words_per_token, args.agents))
                 console.print(repeat, arm, {k: round(v, 2) for k, v in results[arm][-1].items()})
     finally:

@@ -243,11 +243,15 @@ class Client:
 
     async def switch(self, policy: str) -> None:
         """Change the policy; a ValueError says why the server refuses."""
+        await self.change("policy", policy)
+
+    async def change(self, what: str, value: str, path: str = "/v1/policy") -> None:
+        """Change a setting of the server; a ValueError says why it refuses."""
         token = os.environ.get("TOKENYARD_ADMIN_TOKEN")
         headers = {"Authorization": f"Bearer {token}"} if token else None
-        answer = await self._http.post("/v1/policy", json={"policy": policy}, headers=headers)
+        answer = await self._http.post(path, json={what: value}, headers=headers)
         if answer.status_code != 200:
-            raise ValueError(f"policy {policy!r}: {answer.json().get('detail', answer.text)}")
+            raise ValueError(f"{what} {value!r}: {answer.json().get('detail', answer.text)}")
 
     async def send(self, ask: Ask, due_s: float) -> ReplayedAnswer:
         """Send a request when it is due by `time.perf_counter`, and read the whole answer."""

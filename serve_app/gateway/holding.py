@@ -82,7 +82,7 @@ class Holding:
         self._line.add(held, key)
         self._look_later()
         try:
-            if self._sessions is not None:
+            if self._sessions is not None and answer.turn is not None:
                 return await self._wait(held, self._sessions.rule.hold_s)
             return await self._wait(held, max_wait_s or self._settings.max_wait_s)
         finally:

@@ -20,16 +20,14 @@ import numpy as np
 
 from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
 from tokenyard.routing.sessions import index
-from tokenyard.routing.sessions.rules import SessionRule
+from tokenyard.routing.sessions.rules import LARGEST_SHARE, SessionRule
 from tokenyard.routing.types import OrderKey
 from tokenyard.types import IntArray
 
 _MOST_SESSIONS = 20_000
 """Sessions of one tenant that are remembered; the least lately used is forgotten."""
 _TAIL_TOKENS = 64
-"""A session without a name is known by its last prompt, to blocks of so many tokens."""
-_LARGEST_SHARE = 0.98
-"""A prompt that takes more of a replica's KV memory is not let in there for its room."""
+"""Block size by which the prompts of sessions without a name are compared."""
 _MOST_SHOWN = 100
 _urgency: Callable[..., float] = cast(Any, index.urgency).py_func
 """Plain Python: to call compiled code costs more than this takes."""
@@ -108,11 +106,11 @@ class SessionGate:
         if session is None:
             number = next(self._names)
             session = Session(name or f"unnamed-{number}", tenant, now_s, bool(name))
-            sessions[session.name] = session
-            if len(sessions) > _MOST_SESSIONS:
-                self._forget(next(iter(sessions.values())))
-        else:
-            sessions.move_to_end(session.name)
+        # One that was forgotten while a turn of it ran is remembered again.
+        sessions[session.name] = session
+        sessions.move_to_end(session.name)
+        if len(sessions) > _MOST_SESSIONS:
+            self._forget(next(iter(sessions.values())))
         return Turn(session, now_s, prompt)
 
     def admitted(self, turn: Turn, rows: IntArray, now_s: float) -> IntArray:
@@ -130,10 +128,10 @@ class SessionGate:
             return rows
         tokens = turn.prompt.num_tokens
         replicas = [self._table.at(row) for row in rows.tolist()]
-        if all(tokens > _LARGEST_SHARE * replica.kv_tokens for replica in replicas):
+        if all(tokens > LARGEST_SHARE * replica.kv_tokens for replica in replicas):
             return rows  # It has room nowhere, ever: that is for an engine to say.
-        num_active = self._running_sessions + len(self._idle)
-        if num_active >= self.rule.most_active * len(self._table.replicas):
+        most_active = self.rule.most_active * len(self._table.replicas)
+        if most_active < math.inf and sum(self.num_sessions().values()) >= most_active:
             return rows[:0]
         fits = [self._has_room(replica, tokens) for replica in replicas]
         if not any(fits):
@@ -187,7 +185,8 @@ class SessionGate:
 
     def num_sessions(self) -> dict[str, int]:
         """Sessions with a turn at a replica, and idle ones with a lease."""
-        return {"running": self._running_sessions, "idle": len(self._idle)}
+        running = {turn.session for turn in self._running}
+        return {"running": len(running), "idle": len(self._idle)}
 
     def describe(self, now_s: float) -> dict[str, Any]:
         """Return how full replicas are of sessions, and some of these, as `/v1/sessions` does."""
@@ -219,10 +218,6 @@ class SessionGate:
             ],
         }  # fmt: skip
 
-    @property
-    def _running_sessions(self) -> int:
-        return len({turn.session for turn in self._running})
-
     def _continued(self, tenant: str, prompt: Prompt) -> Session | None:
         """The session whose last prompt is the longest that a prompt begins with."""
         names = reversed(prompt.blocks(_TAIL_TOKENS).tolist())
@@ -253,7 +248,7 @@ class SessionGate:
         taken, kv_tokens = self._taken[replica.replica_id], replica.kv_tokens
         if math.isinf(kv_tokens):
             return True
-        if tokens > _LARGEST_SHARE * kv_tokens:
+        if tokens > LARGEST_SHARE * kv_tokens:
             return False
         # Others may use it, too: another gateway, or who asks it directly.
         taken = max(taken, replica.status.kv_used_fraction * kv_tokens)

@@ -143,10 +143,10 @@ class DataPath:
             trace=b"" if self._gateway.tracing is None else _lines(scope, TRACE),
         )  # fmt: skip
         if cluster.sessions is not None:
-            request.session = _session_of(peeked, headers)
+            request.session = _session_of(peeked, headers, "" if noted is None else noted[3])
             if is_response and request.session is None:
                 # Responses that go on from each other are one session, of the first one's name.
-                request.session = name if noted is None else noted[3]
+                request.session = name
         if noted is not None and noted[2] == model.name and time.monotonic() - noted[0] < _KEPT_S:
             request.sticks_to = noted[1]
         if path == _RESPONSES:
@@ -224,10 +224,13 @@ def _response_id(path: str, peeked: Peek) -> str:
     return previous if isinstance(previous, str) else ""
 
 
-def _session_of(peeked: Peek, headers: Mapping[bytes, bytes]) -> str | None:
-    """The name that a caller gives its session; None: none."""
-    header = headers.get(_SESSION, b"").decode("latin-1")
-    named = (header, *(peeked.fields.get(name) for name in ("prompt_cache_key", "user")))
+def _session_of(peeked: Peek, headers: Mapping[bytes, bytes], before: str) -> str | None:
+    """The name of a request's session; None: it names none.
+
+    `before` is the session of the response that it goes on from; empty: there is none.
+    """
+    header, fields = headers.get(_SESSION, b"").decode("latin-1"), peeked.fields
+    named = (header, fields.get("prompt_cache_key"), before, fields.get("user"))
     return next((name[:_SESSION_CHARS] for name in named if isinstance(name, str) and name), None)
 
 

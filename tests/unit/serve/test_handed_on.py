@@ -335,7 +335,7 @@ def test_responses_that_go_on_from_each_other_are_one_session():
         for number, previous in enumerate((None, "resp_0", "resp_1", None)):
             endpoints[0].pieces = (a_response(number),)
             body = {"model": "m", "input": "a"} | (
-                {"previous_response_id": previous} if previous else {}
+                {"previous_response_id": previous, "user": "one of many"} if previous else {}
             )
             assert (await ask(port, "POST", RESPONSES, json.dumps(body).encode()))[0] == 200
         shown = gateway.sessions.describe(0.0)["sessions"]

@@ -13,6 +13,7 @@ from unit.serve.test_serve_holding import a_site, num_held, until
 
 from serve_app.cluster import Cluster, SessionSettings
 from serve_app.engines.base import EngineStatus
+from serve_app.gateway import sessions
 from serve_app.gateway.replicas import Prompt, ReplicaTable
 from serve_app.gateway.sessions import SessionGate
 from tokenyard.routing.sessions.rules import make_rule
@@ -140,6 +141,17 @@ def test_a_session_without_a_name_is_known_by_the_prompt_that_it_goes_on_from():
     assert ask(first).session is not turn.session, "its prompt is longer now"
 
 
+def test_a_session_that_was_forgotten_while_it_ran_can_go_on(monkeypatch):
+    monkeypatch.setattr(sessions, "_MOST_SESSIONS", 1)
+    site, prompt = Site(), list(range(100))
+    turn = site.gate.arrive(None, "", Prompt(prompt), 0.0)
+    site.start(turn)
+    site.turn("newer", 10)
+    site.gate.end(turn, 1.0, 10)
+    assert site.gate.arrive(None, "", Prompt([*prompt, 7]), 2.0).session is turn.session
+    assert site.where(site.turn("newer", 10, 3.0), 3.0) == ["r0"]
+
+
 @pytest.mark.parametrize("share_of", [lambda tenant: 0.5, None])
 def test_idle_sessions_of_a_tenant_beyond_its_share_give_way(share_of):
     site = Site(share_of=share_of)
@@ -224,16 +236,22 @@ def ask(client, session, prompt="h" * 60, tenant=None):
     return asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
 
 
+async def hold_another(client, gateway, pool):
+    """A session that takes the memory, and one that is held meanwhile."""
+    pool.may_go_on.clear()
+    first = ask(client, "one")
+    await until(lambda: len(pool.requests) == 1)
+    held = ask(client, "other")
+    await until(lambda: num_held(gateway) == 1)
+    return first, held
+
+
 SMALL = "index_las:growth_tokens=0:full_at=1"
 
 
 def test_a_turn_is_held_until_another_session_ends_its_lease():
     async def test(client, gateway, pool):
-        pool.may_go_on.clear()
-        first = ask(client, "one")
-        await until(lambda: len(pool.requests) == 1)
-        held = ask(client, "other")
-        await until(lambda: num_held(gateway) == 1)
+        first, held = await hold_another(client, gateway, pool)
         shown = (await client.get("/v1/sessions")).json()
         assert (shown["running"], shown["idle"], shown["held"]) == (1, 0, 1)
         assert shown["replicas"][0]["session_tokens"] == 60
@@ -288,11 +306,7 @@ def test_a_tenant_fills_its_share_of_the_line_and_no_more():
 
 def test_a_caller_who_leaves_while_it_waits_gives_its_place_up():
     async def test(client, gateway, pool):
-        pool.may_go_on.clear()
-        first = ask(client, "one")
-        await until(lambda: len(pool.requests) == 1)
-        held = ask(client, "other")
-        await until(lambda: num_held(gateway) == 1)
+        first, held = await hold_another(client, gateway, pool)
         held.cancel()
         await until(lambda: num_held(gateway) == 0)
         pool.may_go_on.set()
@@ -304,11 +318,7 @@ def test_a_caller_who_leaves_while_it_waits_gives_its_place_up():
 
 def test_another_rule_holds_from_then_on():
     async def test(client, gateway, pool):
-        pool.may_go_on.clear()
-        first = ask(client, "one")
-        await until(lambda: len(pool.requests) == 1)
-        held = ask(client, "other")
-        await until(lambda: num_held(gateway) == 1)
+        first, held = await hold_another(client, gateway, pool)
         answer = await client.post("/v1/sessions", json={"rule": SMALL + ":full_at=9"})
         assert answer.status_code == 200
         await until(lambda: len(pool.requests) == 2)

@@ -25,6 +25,10 @@ FCFS, BOOST, PROGRAM_FCFS, LEAST_ATTAINED, MOST_CACHED, LEAST_REMAINING = range(
 """Places of the fields of `SessionRule`, in their order."""
 
 
+LARGEST_SHARE = 0.98
+"""A prompt that takes more of a replica's KV memory is not placed there."""
+
+
 @dataclass(frozen=True)
 class SessionRule:
     """One rule; all fields are numbers."""

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenyard.routing.sessions.rules import SessionRule
+from tokenyard.routing.sessions.rules import LARGEST_SHARE, SessionRule
 from tokenyard.routing.simulator.sessions_kernel import layout as lay
-from tokenyard.routing.simulator.sessions_kernel.gate import LARGEST_SHARE
 from tokenyard.routing.simulator.sessions_kernel.loop import play
 from tokenyard.types import FloatArray, IntArray
 

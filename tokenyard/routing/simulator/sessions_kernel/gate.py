@@ -10,8 +10,6 @@ from tokenyard.routing.sessions.index import placement_cost, urgency
 from tokenyard.routing.simulator.sessions_kernel import layout as lay
 from tokenyard.routing.simulator.sessions_kernel.memory import cut_stretch, hit_tokens
 
-LARGEST_SHARE = 0.98
-"""A prompt that takes more of a replica's KV memory is not placed there."""
 _AFTER_ALL = 1e12
 
 
@@ -98,7 +96,7 @@ def _cheapest(world, index):
         row = world.replicas[replica]
         if rule[ru.STICKY] > 0.0 and session[lay.HOME] >= 0.0 and session[lay.HOME] != replica:
             continue
-        if tokens > LARGEST_SHARE * row[lay.KV_TOKENS]:
+        if tokens > ru.LARGEST_SHARE * row[lay.KV_TOKENS]:
             continue
         full = row[lay.FOOTPRINT] + tokens + rule[ru.GROWTH_TOKENS]
         is_full = full > rule[ru.FULL_AT] * row[lay.KV_TOKENS] and row[lay.FOOTPRINT] > 0.0
@@ -188,7 +186,7 @@ def _roomiest(world, index):
         if own and session[lay.HOME] != replica:
             continue
         room = (rule[ru.FULL_AT] - rule[ru.SPARE]) * row[lay.KV_TOKENS] - row[lay.FOOTPRINT]
-        if room > most and session[lay.TOKENS] <= LARGEST_SHARE * row[lay.KV_TOKENS]:
+        if room > most and session[lay.TOKENS] <= ru.LARGEST_SHARE * row[lay.KV_TOKENS]:
             most = room
             chosen = replica
     return chosen, most
