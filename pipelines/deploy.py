@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import os
@@ -28,7 +27,6 @@ from serve_app.app import (
     GATEWAY,
     LOCAL_ADMIN_VARIABLE,
     GatewayOptions,
-    GatewayReplica,
     bind_gateway,
     find_cluster,
     load_policy,
@@ -39,6 +37,7 @@ from serve_app.app import (
 from serve_app.cluster import Cluster
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.policy.card import PolicyCard
+from serve_app.process import serve_until_told
 from tokenyard.config import sentence_of
 from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.routing.fleet import AnyReplica
@@ -55,8 +54,6 @@ _GONE_AFTER_S = 120.0
 """Time without an answer of the gateway after which nobody is expected to replace it."""
 _DRAIN_SLACK_S = 20.0
 """For the gateway's answer to come back."""
-_BEAT_EVERY_S, _BEAT_TIMEOUT_S, _MOST_MISSED = 1.0, 3.0, 3
-"""Of the event loop: as Serve checks the health of a replica."""
 _REACH_S, _STARTS = 15.0, 3
 """For a Ray to say that it is there; and how often one is started that does not come up in time."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -153,7 +150,10 @@ def main(args: Args) -> None:
         if address is None:
             _check_port(args.host, args.port)
         if address is None and not deployment.cluster.needs_ray:
-            return uvloop.run(_serve_here(deployment, args))
+            serving = serve_until_told(
+                deployment.cluster, deployment.options, lambda: _report(deployment, args)
+            )
+            return _report_cut(uvloop.run(serving))
         _connect(address, deployment.num_cpus)
     except (ValueError, OSError) as error:
         text = sentence_of(error) if isinstance(error, ValidationError) else str(error)
@@ -171,35 +171,6 @@ def main(args: Args) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-async def _serve_here(deployment: Deployment, args: Args) -> None:
-    """Run the gateway in this process, without Ray."""
-    logging.basicConfig(format="%(levelname)s %(asctime)s %(name)s -- %(message)s")
-    stop, hurry, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
-    gateway = GatewayReplica(deployment.cluster, deployment.options, {})
-    await gateway.listen(args.host, args.port)
-    _report(deployment, args)
-    threading.Thread(target=_watch, args=(loop,), daemon=True).start()
-    await stop.wait()
-    tasks = [asyncio.create_task(waited) for waited in (gateway.drain(), hurry.wait())]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    _report_cut(await gateway.drain(0.0) if hurry.is_set() else tasks[0].result())
-    await gateway.end()
-
-
-def _watch(loop: asyncio.AbstractEventLoop) -> None:
-    """End this process where its event loop hangs, as Serve ends a replica."""
-    missed = 0
-    while missed < _MOST_MISSED:
-        time.sleep(_BEAT_EVERY_S)
-        beat = threading.Event()
-        loop.call_soon_threadsafe(beat.set)
-        missed = 0 if beat.wait(_BEAT_TIMEOUT_S) else missed + 1
-    print("error: the event loop hangs, and nothing is served", file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 def _find(args: Args) -> Deployment:

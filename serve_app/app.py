@@ -113,6 +113,8 @@ class GatewayReplica:
 
     _allocator: Any = None
     """`serve_app.allocation.allocator.Allocator`, where a pool is allocated."""
+    _ext_proc: Any = None
+    """`serve_app.ext_proc.server.ExtProcServer`, where it picks for Envoy."""
 
     def __init__(self, cluster: Cluster, options: GatewayOptions, handles: dict[str, Any]) -> None:
         # What follows takes seconds.
@@ -202,6 +204,16 @@ class GatewayReplica:
         self._listener = Listener(self.make_api(), cluster.limits, cluster.gateway.tls)
         await self._listener.start(host, port, held)
 
+    async def listen_for_proxies(self, host: str, port: int) -> None:
+        """Begin to pick endpoints for Envoy; an OSError says that the address cannot be used."""
+        from serve_app.ext_proc.server import ExtProcServer
+
+        cluster, access = self._gateway.cluster, self._access
+        api = create_gateway_api(self._gateway, self._tokenizers, access)
+        assert api.data_path is not None
+        self._ext_proc = ExtProcServer(api.data_path, self._gateway, access.has_keys)
+        await self._ext_proc.start(host, port, cluster.gateway.tls)
+
     def make_api(self) -> FastAPI:
         """Make the HTTP application."""
         api = create_gateway_api(self._gateway, self._tokenizers, self._access)
@@ -226,6 +238,8 @@ class GatewayReplica:
             self._listener.refuse()
             await self._gateway.drain()
             await self._listener.stop()
+            if self._ext_proc is not None:
+                await self._ext_proc.stop()
             await self._stop()
 
     def _end_with_serve(self) -> None:

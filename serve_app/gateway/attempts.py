@@ -155,7 +155,11 @@ class Attempts:
             answer.request.span.place(pick)
         outcome = "failed"
         try:
-            await self.backends[replica.pool].answer(replica.replica_id, attempt)
+            backend, sender = self.backends[replica.pool], answer.request.sender
+            if sender is None:
+                await backend.answer(replica.replica_id, attempt)
+            else:
+                await sender.answer(backend, attempt, [replica.replica_id, *pick.stand_ins()])
             outcome = answer.finish_reason or "failed"
         except asyncio.CancelledError:
             outcome = answer.finish_reason or answer.why_cancelled

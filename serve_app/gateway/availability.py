@@ -168,6 +168,10 @@ class Availability:
         if sticks_to is not None:
             holder = table.replicas.get(sticks_to)
             rows = rows[rows == holder.row] if holder else rows[:0]
+        sender = answer.request.sender
+        if sender is not None and sender.allowed is not None:
+            names = [table.at(row).replica_id for row in rows.tolist()]
+            rows = rows[np.array([name in sender.allowed for name in names], dtype=bool)]
         if answer.tried:
             tried = [replica.row for name in answer.tried if (replica := table.replicas.get(name))]
             rows = rows[~np.isin(rows, tried)]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from serve_app.gateway.replicas import ReplicaState
 from serve_app.policy.runner import ReplicaChoice
+from tokenyard.routing.observation import WAIT_S
 from tokenyard.routing.snapshot_table import SnapshotTable
 from tokenyard.routing.types import OrderKey
 
@@ -24,6 +27,20 @@ class Pick:
     by_ray: bool
     order_key: OrderKey | None
     """Key that the request waits by, Unix time, seconds; None: it waits behind all others."""
+
+    def stand_ins(self) -> list[str]:
+        """Other replicas of the same pool that were offered, the best first.
+
+        The best have the lowest cost; where the policy tells none, the shortest expected wait.
+        """
+        candidates, costs = self.snapshots.candidates, self.choice.scores
+        if costs is None:
+            costs = self.snapshots.columns[:, WAIT_S]
+        return [
+            candidates.replica_ids[index]
+            for index in np.argsort(costs, kind="stable").tolist()
+            if index != self.choice.index and candidates.pools[index] == self.replica.pool
+        ]
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -71,6 +71,8 @@ class InferenceRequest:
     """Name of its session; None: it names none."""
     sticks_to: str | None = None
     """The one replica that can answer it, as it holds what the request goes on from; None: any."""
+    sender: Sender | None = None
+    """Sends it to the replica that is picked; None: the pool's backend does."""
     hear: Callable[[str, str], None] | None = None
     """Is told which replica answers, and the answer's id; None: nobody wants to know."""
     learn: Callable[[int], None] | None = None
@@ -136,6 +138,22 @@ class Attempt(Protocol):
 
     def publish(self, status: EngineStatus) -> None:
         """Record the state that the replica sent with its answer."""
+
+
+class Sender(Protocol):
+    """Sends a request in the place of the pool's backend: a proxy that has asked for a pick."""
+
+    allowed: Collection[str] | None
+    """The replicas that the request may go to; None: all."""
+
+    async def answer(
+        self, backend: Backend, attempt: Attempt, replica_ids: Sequence[str]
+    ) -> None:
+        """Have a replica answer a request: see `Backend.answer`.
+
+        The first of `replica_ids` is the one that is picked, and has a place reserved. The others
+        can stand in for it, the best first.
+        """
 
 
 class Backend(Protocol):

@@ -324,14 +324,29 @@ class ExternalBackend:
         endpoint = self._endpoints.get(replica_id)
         if endpoint is None:
             raise ReplicaFailed(f"{self._forwarder.which} is gone")
-        call, origin = attempt.request.call, endpoint.origin
+        headers, body = self.prepare(attempt)
+        model = attempt.request.model
+        if self._own_name is not None and model not in self.settings.loras:
+            # Whole lines come here, and in texts quotation marks are escaped.
+            public = json.dumps(model).encode()
+            rename = partial(self._own_name.sub, lambda match: match[1] + public)
+            attempt.downstream = _Renaming(attempt.downstream, rename)
+        try:
+            await self._forwarder.forward(endpoint.origin, headers, body, attempt)
+        except ReplicaLacks as error:
+            if error.model is not None:
+                error.model = model if model in self.settings.loras else self.settings.model
+            raise
+
+    def prepare(self, attempt: Attempt) -> tuple[bytes, bytes]:
+        """Return what an endpoint is sent: header lines, each with its end, and the body."""
+        call = attempt.request.call
         headers = self.key + call.headers
         for name, value in call.others:
             if name.decode() in self.settings.pass_headers:
                 headers += b"%b: %b\r\n" % (name, value)
-        body, model = call.body, attempt.request.model
-        is_base = model not in self.settings.loras
-        if body and is_base and self._renames:
+        body = call.body
+        if body and self._renames and attempt.request.model not in self.settings.loras:
             own_name = self.settings.model
             if call.model_at is None:
                 body = replace_field(body, "model", own_name)
@@ -343,17 +358,7 @@ class ExternalBackend:
             # so who is late stays where it is.
             priority = priority_of(self._arrivals.key(attempt.order_key).key_s)
             body = set_field(body, "priority", priority)
-        if is_base and self._own_name is not None:
-            # Whole lines come here, and in texts quotation marks are escaped.
-            public = json.dumps(model).encode()
-            rename = partial(self._own_name.sub, lambda match: match[1] + public)
-            attempt.downstream = _Renaming(attempt.downstream, rename)
-        try:
-            await self._forwarder.forward(origin, headers, body, attempt)
-        except ReplicaLacks as error:
-            if error.model is not None:
-                error.model = model if model in self.settings.loras else self.settings.model
-            raise
+        return headers, body
 
 
 def _key_line(pool: ExternalPool) -> bytes:

@@ -115,7 +115,7 @@ class Forwarder:
             answered = dict(connection.headers)
             if self.status_header in answered:
                 attempt.publish(read_status(answered[self.status_header]))
-            if _sends_events(connection, call) and b"content-encoding" not in answered:
+            if sends_events(connection.headers, call) and b"content-encoding" not in answered:
                 await _hand_on_events(connection, attempt, timer, self._at_once)
             else:
                 await self._hand_on_whole(connection, attempt, timer)
@@ -126,45 +126,20 @@ class Forwarder:
         except UpstreamError as error:
             raise ReplicaFailed(f"{self.which} {error}") from None
         except ErrorEvent as error:
-            raise self._failure_of(error) from None
+            raise failure_of_event(self.which, error) from None
         finally:
             timer.stop()
             if connection is not None:
                 self.client.release(connection)
-
-    def _failure_of(self, error: ErrorEvent) -> ReplicaFailed | RequestRejected:
-        """Return the failure that an error at the end of a begun answer means."""
-        body = json.dumps(error.event).encode()
-        return self._error(EndpointError.of(error.event), _JSON, body, f"failed: {error}")
 
     async def _refused(self, connection: Connection) -> ReplicaFailed | RequestRejected:
         """Read an answer that is an error, and return the failure that it means."""
         text = bytearray()
         while len(text) <= _MAX_HELD_BYTES and (piece := await connection.read()):
             text += piece
-        return self._refusal(connection, bytes(text))
-
-    def _refusal(self, connection: Connection, text: bytes) -> ReplicaFailed | RequestRejected:
-        """Return the failure that an error status means."""
-        error = EndpointError.of_answer(connection.status, text)
-        return self._error(error, _handed_back(connection), text, f"answered {connection.status}")
-
-    def _error(
-        self, error: EndpointError, headers: Headers, body: bytes, what: str
-    ) -> ReplicaFailed | RequestRejected:
-        if error.fault is Fault.ENDPOINT:
-            # Its message may name what is behind it.
-            return ReplicaFailed(f"{self.which} {what}")
-        what = f"{self.which} {what}" + f": {error.message}" * bool(error.message)
-        if error.fault is Fault.ROOM:
-            after = next((value for name, value in headers if name == b"retry-after"), None)
-            limits = [header for header in headers if header[0].startswith(b"x-ratelimit-")]
-            status = 429 if error.status == 429 else 503
-            return ReplicaFull(what, status, retry_after_s(after, steady_unix_s()), limits)
-        rejection = RequestRejected(error.status, headers, body)
-        if error.fault is Fault.LACKS:
-            return ReplicaLacks(what, "" if error.is_about_model else None, rejection)
-        return rejection
+        return failure_of(
+            self.which, connection.status, _handed_back(connection.headers), bytes(text)
+        )
 
     async def _hand_on_whole(
         self, connection: Connection, attempt: Attempt, timer: ResponseTimer
@@ -172,7 +147,7 @@ class Forwarder:
         """Hand on an answer once it is complete, or is too long to be held."""
         downstream, held, tail = attempt.downstream, bytearray(), b""
         # Events that are encoded come one by one, and nobody here can read them.
-        most_held = 0 if _sends_events(connection, attempt.request.call) else _MAX_HELD_BYTES
+        most_held = 0 if sends_events(connection.headers, attempt.request.call) else _MAX_HELD_BYTES
         while piece := await connection.read():
             tail = (tail + piece)[-PEEK_BYTES:]
             if downstream.begun:
@@ -181,7 +156,7 @@ class Forwarder:
                 held += piece
                 if len(held) > most_held:
                     timer.begin()
-                    await downstream.begin(connection.status, _handed_back(connection))
+                    await downstream.begin(connection.status, _handed_back(connection.headers))
                     await downstream.write(bytes(held))
             timer.wait_again()
         num_tokens, reason, usage = peek_whole(tail)
@@ -194,25 +169,57 @@ class Forwarder:
             await hand_on_held(connection, attempt, bytes(held))
 
 
+def failure_of(
+    which: str, status: int, headers: Headers, body: bytes
+) -> ReplicaFailed | RequestRejected:
+    """Return the failure that an answer with an error status means; `which` names the endpoint."""
+    error = EndpointError.of_answer(status, body)
+    return _failure(which, error, headers, body, f"answered {status}")
+
+
+def failure_of_event(which: str, error: ErrorEvent) -> ReplicaFailed | RequestRejected:
+    """Return the failure that an error at the end of a begun answer means."""
+    body = json.dumps(error.event).encode()
+    return _failure(which, EndpointError.of(error.event), _JSON, body, f"failed: {error}")
+
+
+def _failure(
+    which: str, error: EndpointError, headers: Headers, body: bytes, what: str
+) -> ReplicaFailed | RequestRejected:
+    if error.fault is Fault.ENDPOINT:
+        # Its message may name what is behind it.
+        return ReplicaFailed(f"{which} {what}")
+    what = f"{which} {what}" + f": {error.message}" * bool(error.message)
+    if error.fault is Fault.ROOM:
+        after = next((value for name, value in headers if name == b"retry-after"), None)
+        limits = [header for header in headers if header[0].startswith(b"x-ratelimit-")]
+        status = 429 if error.status == 429 else 503
+        return ReplicaFull(what, status, retry_after_s(after, steady_unix_s()), limits)
+    rejection = RequestRejected(error.status, headers, body)
+    if error.fault is Fault.LACKS:
+        return ReplicaLacks(what, "" if error.is_about_model else None, rejection)
+    return rejection
+
+
 async def hand_on_held(connection: Connection, attempt: Attempt, body: bytes) -> None:
     """Hand on a complete answer, with its length."""
-    headers = [*_handed_back(connection)]
+    headers = [*_handed_back(connection.headers)]
     if not any(name == b"content-length" for name, _ in headers):
         headers.append((b"content-length", b"%d" % len(body)))
     await attempt.downstream.begin(connection.status, headers)
     await attempt.downstream.write(body)
 
 
-def _sends_events(connection: Connection, call: Call) -> bool:
+def sends_events(headers: Headers, call: Call) -> bool:
     """Whether an answer is a stream of events; where it does not say, whether the request asked."""
-    kind = next((value for name, value in connection.headers if name == b"content-type"), None)
+    kind = next((value for name, value in headers if name == b"content-type"), None)
     return call.stream if kind is None else kind.lower().startswith(_EVENTS)
 
 
-def _handed_back(connection: Connection) -> Headers:
+def _handed_back(headers: Headers) -> Headers:
     return [
         (name, value)
-        for name, value in connection.headers
+        for name, value in headers
         if name in _HANDED_BACK or name.startswith(_HANDED_BACK_PREFIXES)
     ]
 
@@ -235,7 +242,7 @@ async def _hand_on_events(
 
     hear = attempt.request.hear
     if at_once:
-        await downstream.begin(connection.status, _handed_back(connection))
+        await downstream.begin(connection.status, _handed_back(connection.headers))
     try:
         while piece := await connection.read(take if downstream.begun else None):
             try:
@@ -252,7 +259,7 @@ async def _hand_on_events(
                 held += lines
                 lines = bytes(held) if peek.num_tokens or len(held) > _MAX_HELD_BYTES else b""
                 if lines:
-                    await downstream.begin(connection.status, _handed_back(connection))
+                    await downstream.begin(connection.status, _handed_back(connection.headers))
             if peek.num_tokens:
                 timer.begin()
                 attempt.take(peek.num_tokens)
@@ -270,7 +277,7 @@ async def _hand_on_events(
     if attempt.request.learn is not None:
         attempt.request.learn(prompt_tokens_of(peek.usage))
     if not downstream.begun:
-        await downstream.begin(connection.status, _handed_back(connection))
+        await downstream.begin(connection.status, _handed_back(connection.headers))
         rest = bytes(held) + rest
     if rest:
         await downstream.write(rest)

@@ -67,7 +67,8 @@ class Access:
         tokens = [ApiKey.of_token(name, secret, admin) for name, secret, admin in given if secret]
         self._tokens = KeyRing(tokens, UNLIMITED if token is None and keys is None else None)
         self._local_admin, self.keys = local_admin, keys
-        self._has_keys = bool(tokens) or keys is not None
+        self.has_keys = bool(tokens) or keys is not None
+        """Whether callers need a key."""
 
     def open(self) -> None:
         """Read the key file, if there is one; a ValueError says that it cannot be used."""
@@ -94,7 +95,7 @@ class Access:
 
     def check_use(self, request: HTTPConnection, generates: bool = False) -> Caller:
         """Check that a caller may look, or ask models (`generates`); return it, or raise Denied."""
-        if not self._has_keys:
+        if not self.has_keys:
             return ANYBODY
         key = self._key_of(request)
         if key is not None:

@@ -38,6 +38,11 @@ _HANDED_ON = frozenset(
     )
 )  # fmt: skip
 _CLASS, _TENANT, _SESSION = b"x-service-tier", b"x-tenant", b"x-session-id"
+_OBJECTIVE, _FAIRNESS = b"x-gateway-inference-objective", b"x-gateway-inference-fairness-id"
+"""Of the Gateway API Inference Extension: names of a class and of a tenant."""
+SENDER = "tokenyard.sender"
+"""Name in a scope's `extensions` of the `Sender` that sends the request to its replica, and is told
+of its answer; without one, the answer goes to the caller."""
 _SESSION_CHARS = 200
 _RESPONSES = "/v1/responses"
 _MOST_RESPONSES, _KEPT_S = 100_000, 86_400.0
@@ -91,6 +96,10 @@ class DataPath:
             return
         try:
             request, service_class = await self._request(scope, *taken)
+            sender = scope.get("extensions", {}).get(SENDER)
+            if sender is not None:
+                request.sender = sender
+                return await self._gateway.serve(request, service_class, sender)
             connection = connection_of(scope)
             await answer(self._gateway, request, service_class, receive, send, connection)
         except (BadRequest, HTTPException, Refused, Unserved, RequestRejected) as error:
@@ -135,7 +144,7 @@ class DataPath:
             ids, longest = generation.token_ids, generation.sampling.max_tokens
         cluster, tenant = self._gateway.cluster, caller.tenant
         if not tenant and cluster.gateway.keys is None:
-            tenant = headers.get(_TENANT, b"").decode("latin-1")
+            tenant = (headers.get(_TENANT) or headers.get(_FAIRNESS, b"")).decode("latin-1")
         request = InferenceRequest(
             name, ids, longest, call, generation is not None, model=model.name,
             tenant=cluster.tenant_named(tenant), caller=caller, prompt=prompt, learn=learn,
@@ -176,6 +185,10 @@ class DataPath:
             raise BadRequest("priority is set by the gateway here; leave it out", param="priority")
         name = peeked.class_name or headers.get(_CLASS, b"").decode("latin-1")
         service_class = self._gateway.cluster.service_class(name)
+        objective = headers.get(_OBJECTIVE, b"").decode("latin-1")
+        if not name and objective:
+            # An objective without a class of its own is served as one that is not named.
+            service_class = self._gateway.cluster.service_class(objective) or service_class
         if service_class is None:
             names = [each.name for each in self._gateway.cluster.classes]
             raise BadRequest(
