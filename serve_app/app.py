@@ -208,11 +208,10 @@ class GatewayReplica:
         """Begin to pick endpoints for Envoy; an OSError says that the address cannot be used."""
         from serve_app.ext_proc.server import ExtProcServer
 
-        cluster, access = self._gateway.cluster, self._access
-        api = create_gateway_api(self._gateway, self._tokenizers, access)
+        api = create_gateway_api(self._gateway, self._tokenizers, self._access)
         assert api.data_path is not None
-        self._ext_proc = ExtProcServer(api.data_path, self._gateway, access.has_keys)
-        await self._ext_proc.start(host, port, cluster.gateway.tls)
+        self._ext_proc = ExtProcServer(api.data_path, self._gateway, self._access.has_keys)
+        await self._ext_proc.start(host, port)
 
     def make_api(self) -> FastAPI:
         """Make the HTTP application."""
@@ -236,10 +235,12 @@ class GatewayReplica:
             await self._leave_to_another()
             await self._listener.hand_over()
             self._listener.refuse()
+            if self._ext_proc is not None:
+                self._ext_proc.resign()
             await self._gateway.drain()
             await self._listener.stop()
             if self._ext_proc is not None:
-                await self._ext_proc.stop()
+                self._ext_proc.stop()
             await self._stop()
 
     def _end_with_serve(self) -> None:

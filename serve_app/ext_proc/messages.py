@@ -27,12 +27,15 @@ _MOST_BYTES = 62_000
 _REPLACE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 GO_ON = {
-    "request_headers": ProcessingResponse(request_headers=HeadersResponse()),
-    "request_body": ProcessingResponse(request_body=BodyResponse()),
-    "request_trailers": ProcessingResponse(request_trailers=TrailersResponse()),
-    "response_headers": ProcessingResponse(response_headers=HeadersResponse()),
-    "response_body": ProcessingResponse(response_body=BodyResponse()),
-    "response_trailers": ProcessingResponse(response_trailers=TrailersResponse()),
+    kind: ProcessingResponse(**{kind: response()}).SerializeToString()
+    for kind, response in (
+        ("request_headers", HeadersResponse),
+        ("request_body", BodyResponse),
+        ("request_trailers", TrailersResponse),
+        ("response_headers", HeadersResponse),
+        ("response_body", BodyResponse),
+        ("response_trailers", TrailersResponse),
+    )
 }
 """Answers that change nothing, by the message they are to."""
 
@@ -67,47 +70,52 @@ def served_by(message: ProcessingRequest) -> str:
     return ""
 
 
-def set_headers(mutation: HeaderMutation, headers: Headers) -> None:
-    """Add headers to a mutation, each in place of one of the same name."""
-    for name, value in headers:
-        option = mutation.set_headers.add(append_action=_REPLACE)
-        option.header.key, option.header.raw_value = name.decode("latin-1"), value
+def place(
+    kind: str, endpoints: Iterable[str], headers: Headers, removed: Iterable[str],
+    body: bytes | None = None,
+) -> bytes:  # fmt: skip
+    """Name endpoints, the best first, in answer to a message of that kind.
 
-
-def destination(
-    kind: str, endpoints: Iterable[str], headers: Headers, removed: Iterable[str]
-) -> ProcessingResponse:
-    """Make the answer that names endpoints, the best first, to a message of that kind."""
+    The request's headers are replaced or removed, and its body where one is given.
+    """
     response, value = ProcessingResponse(), ",".join(endpoints)
-    mutation = getattr(response, kind).response.header_mutation
-    set_headers(mutation, [(DESTINATION.encode(), value.encode()), *headers])
-    mutation.remove_headers.extend(removed)
+    common = getattr(response, kind).response
+    _set_headers(common.header_mutation, [(DESTINATION.encode(), value.encode()), *headers])
+    common.header_mutation.remove_headers.extend(removed)
+    if body is not None:
+        common.body_mutation.body = body
     response.dynamic_metadata.get_or_create_struct(_LB)[DESTINATION] = value
-    return response
+    return response.SerializeToString()
 
 
-def streamed(kind: str, body: bytes, is_end: bool) -> Iterator[ProcessingResponse]:
-    """Make the messages that hand a body on in full duplex, or one piece of it."""
+def pieces(kind: str, body: bytes, is_end: bool) -> Iterator[bytes]:
+    """Hand a body on in full duplex, or a piece of it."""
     for start in range(0, max(len(body), 1), _MOST_BYTES):
         response, end = ProcessingResponse(), start + _MOST_BYTES
         piece = getattr(response, kind).response.body_mutation.streamed_response
         piece.body = body[start:end]
         piece.end_of_stream = is_end and end >= len(body)
-        yield response
+        yield response.SerializeToString()
 
 
-def refusal(status: int, headers: Headers, body: bytes) -> ProcessingResponse:
-    """Make the answer that the proxy gives to its caller at once."""
+def refusal(status: int, headers: Headers, body: bytes) -> bytes:
+    """Answer a request at once."""
     response = ProcessingResponse()
     immediate = response.immediate_response
     immediate.status.code, immediate.body = status, body
     kept = [header for header in headers if header[0] not in (b"content-length", b"connection")]
-    set_headers(immediate.headers, kept)
-    return response
+    _set_headers(immediate.headers, kept)
+    return response.SerializeToString()
 
 
-def answered(headers: Headers) -> ProcessingResponse:
-    """Make the answer that adds headers to the head of an answer."""
+def answered(headers: Headers) -> bytes:
+    """Add headers to the head of an answer."""
     response = ProcessingResponse()
-    set_headers(response.response_headers.response.header_mutation, headers)
-    return response
+    _set_headers(response.response_headers.response.header_mutation, headers)
+    return response.SerializeToString()
+
+
+def _set_headers(mutation: HeaderMutation, headers: Headers) -> None:
+    for name, value in headers:
+        option = mutation.set_headers.add(append_action=_REPLACE)
+        option.header.key, option.header.raw_value = name.decode("latin-1"), value

@@ -146,9 +146,7 @@ class Sender(Protocol):
     allowed: Collection[str] | None
     """The replicas that the request may go to; None: all."""
 
-    async def answer(
-        self, backend: Backend, attempt: Attempt, replica_ids: Sequence[str]
-    ) -> None:
+    async def answer(self, backend: Backend, attempt: Attempt, replica_ids: Sequence[str]) -> None:
         """Have a replica answer a request: see `Backend.answer`.
 
         The first of `replica_ids` is the one that is picked, and has a place reserved. The others
