@@ -62,5 +62,6 @@ def watch(loop: asyncio.AbstractEventLoop) -> None:
         beat = threading.Event()
         loop.call_soon_threadsafe(beat.set)
         missed = 0 if beat.wait(_BEAT_TIMEOUT_S) else missed + 1
-    print("error: the event loop hangs, and nothing is served", file=sys.stderr, flush=True)
+    sys.stderr.write("error: the event loop hangs, and nothing is served\n")
+    sys.stderr.flush()
     os._exit(1)

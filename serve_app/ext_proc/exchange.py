@@ -70,8 +70,8 @@ class Exchange:
         self._later: list[ProcessingRequest] | None = None
         """Messages that wait for another attempt to begin; None: none have to."""
         self._reader: AnswerReader | None = None
-        self._status, self._headers = 500, ()
-        self._headers: Headers
+        self._status = 500
+        self._headers: Headers = ()
         self._added: Headers = ()
 
     def take(self, message: bytes) -> None:
@@ -83,7 +83,7 @@ class Exchange:
             self._later.append(request)
 
     def close(self) -> None:
-        """Take the end of the stream: the answer's, or the caller has left, or the proxy is gone."""
+        """Take the end of the stream: the answer has ended, or the caller or the proxy is gone."""
         if self._response_mode == _NONE:
             self._end(is_shown=False)  # The stream is open for as long as the answer takes.
         if self._task is not None and (self._attempt is None or not self._has_ended):
@@ -250,7 +250,7 @@ class Exchange:
         return self._end_of_attempt is None or self._end_of_attempt.done()
 
     def _is_another(self, served: str) -> bool:
-        """Whether another endpoint answers than the picked one; the request is then counted there."""
+        """Whether another endpoint answers than the picked one; it then counts as picked."""
         if not served or self._has_ended or served == self._addresses.of(self._replica_id):
             return False
         replica_id = min(self._addresses.replicas_at([served]), default=None)

@@ -85,7 +85,7 @@ def place(
     if body is not None:
         common.body_mutation.body = body
     response.dynamic_metadata.get_or_create_struct(_LB)[DESTINATION] = value
-    return response.SerializeToString()
+    return _bytes_of(response)
 
 
 def pieces(kind: str, body: bytes, is_end: bool) -> Iterator[bytes]:
@@ -95,7 +95,7 @@ def pieces(kind: str, body: bytes, is_end: bool) -> Iterator[bytes]:
         piece = getattr(response, kind).response.body_mutation.streamed_response
         piece.body = body[start:end]
         piece.end_of_stream = is_end and end >= len(body)
-        yield response.SerializeToString()
+        yield _bytes_of(response)
 
 
 def refusal(status: int, headers: Headers, body: bytes) -> bytes:
@@ -105,14 +105,19 @@ def refusal(status: int, headers: Headers, body: bytes) -> bytes:
     immediate.status.code, immediate.body = status, body
     kept = [header for header in headers if header[0] not in (b"content-length", b"connection")]
     _set_headers(immediate.headers, kept)
-    return response.SerializeToString()
+    return _bytes_of(response)
 
 
 def answered(headers: Headers) -> bytes:
     """Add headers to the head of an answer."""
     response = ProcessingResponse()
     _set_headers(response.response_headers.response.header_mutation, headers)
-    return response.SerializeToString()
+    return _bytes_of(response)
+
+
+def _bytes_of(response: ProcessingResponse) -> bytes:
+    serialized: bytes = response.SerializeToString()
+    return serialized
 
 
 def _set_headers(mutation: HeaderMutation, headers: Headers) -> None:

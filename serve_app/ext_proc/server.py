@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import DESCRIPTOR
 from starlette.types import ASGIApp
@@ -11,7 +12,7 @@ from starlette.types import ASGIApp
 from serve_app.ext_proc.addresses import Addresses
 from serve_app.ext_proc.exchange import Exchange
 from serve_app.ext_proc.health import CHECK, WATCH, Health
-from serve_app.ext_proc.http2 import Http2Protocol, Stream
+from serve_app.ext_proc.http2 import Call, Http2Protocol, Stream
 from serve_app.gateway.gateway import Gateway
 from serve_app.http.tls import Certificate
 
@@ -47,7 +48,7 @@ class ExtProcServer:
     async def start(self, host: str, port: int) -> None:
         """Begin to listen; OSError: the address cannot be used."""
         limits, tls = self._gateway.cluster.limits, self._gateway.cluster.gateway.tls
-        methods = {
+        methods: dict[bytes, Callable[[Stream], Call]] = {
             f"/{_SERVICE}/Process".encode(): self._process,
             CHECK: self._health.check, WATCH: self._health.watch,
         }  # fmt: skip

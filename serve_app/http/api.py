@@ -44,7 +44,7 @@ class GatewayApi(FastAPI):
         return self.openapi_schema
 
 
-def create_gateway_api(gateway: Gateway, tokenizers: Tokenizers, access: Access) -> FastAPI:
+def create_gateway_api(gateway: Gateway, tokenizers: Tokenizers, access: Access) -> GatewayApi:
     """Make the HTTP routes of a gateway; one without pools has only decisions and regions."""
     # The usual documentation pages load scripts from the network; /docs is plain HTML instead.
     api = GatewayApi(title="Tokenyard gateway", docs_url=None, redoc_url=None)
