@@ -19,6 +19,8 @@ from serve_app.gateway.generation import Headers
 
 DESTINATION = "x-gateway-destination-endpoint"
 """Where a request is to go, in the header and in the metadata of the same name."""
+DECISION = b"x-gateway-decision-id"
+"""A header of the request, by which a filter that observes says whose answer it shows."""
 _SERVED, _SUBSET = f"{DESTINATION}-served", f"{DESTINATION}-subset"
 _LB, _HINT = "envoy.lb", "envoy.lb.subset_hint"
 _FILTER, _UPSTREAM = "envoy.filters.http.ext_proc", "upstream.address"

@@ -10,7 +10,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import DESCRIPTOR
 from starlette.types import ASGIApp
 
 from serve_app.ext_proc.addresses import Addresses
-from serve_app.ext_proc.exchange import Exchange
+from serve_app.ext_proc.exchange import Exchange, Site
 from serve_app.ext_proc.health import CHECK, WATCH, Health
 from serve_app.ext_proc.http2 import Call, Http2Protocol, Stream
 from serve_app.gateway.gateway import Gateway
@@ -31,8 +31,10 @@ class ExtProcServer:
 
         `hides_keys`: callers' keys are the gateway's, and endpoints do not get them.
         """
-        self._app, self._gateway, self._hides_keys = app, gateway, hides_keys
+        self._gateway = gateway
         self._addresses = Addresses(gateway.table.replicas.keys())
+        max_bytes = gateway.cluster.limits.max_body_bytes
+        self._site = Site(app, self._addresses, max_bytes, hides_keys)
         self._health = Health(("readiness", _SERVICE, ""), self._is_ready)
         self._connections: set[Http2Protocol] = set()
         self._server: asyncio.Server | None = None
@@ -42,8 +44,7 @@ class ExtProcServer:
         return not self._gateway.draining and "ready" in self._gateway.states().values()
 
     def _process(self, stream: Stream) -> Exchange:
-        max_bytes = self._gateway.cluster.limits.max_body_bytes
-        return Exchange(stream, self._app, self._addresses, max_bytes, self._hides_keys)
+        return Exchange(self._site, stream)
 
     async def start(self, host: str, port: int) -> None:
         """Begin to listen; OSError: the address cannot be used."""

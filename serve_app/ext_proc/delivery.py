@@ -1,0 +1,180 @@
+"""A request that a proxy delivers, as the gateway sees it.
+
+It is read, let in, placed, logged and settled as any other of the gateway's. Only its bytes go
+another way: the proxy sends them to the replica that is picked, and shows the answer here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from serve_app.ext_proc.addresses import Addresses
+from serve_app.gateway.answer_reader import AnswerReader
+from serve_app.gateway.exchange import Attempt, Backend
+from serve_app.gateway.external import ExternalBackend
+from serve_app.gateway.generation import (
+    Headers,
+    ReplicaFailed,
+    ReplicaUnreachable,
+    RequestRejected,
+    new_id,
+)
+
+logger = logging.getLogger(__name__)
+
+_MOST_ENDPOINTS = 3
+"""The picked one, and those that stand in for it where the proxy does not reach it."""
+
+Place = Callable[[ExternalBackend, Attempt, Sequence[str]], None]
+"""Tells the proxy where a request goes: `ip:port` of endpoints, the best first."""
+
+
+class Delivery:
+    """Stands in for a caller and for the backend of a pool.
+
+    It is a `Downstream` and a `Sender` of `serve_app.gateway.exchange`.
+    """
+
+    def __init__(self, addresses: Addresses, place: Place) -> None:
+        self.id = new_id()
+        self.begun = False
+        self.allowed: frozenset[str] | None = None
+        self.added: Headers = ()
+        """Headers that the gateway adds to the answer's head."""
+        self.is_placed = self.is_observed = False
+        """Whether the proxy knows where the request goes, and whether another of its streams shows
+        the answer."""
+        self._addresses, self._place = addresses, place
+        self._task: asyncio.Task[None] | None = None
+        self._attempt: Attempt | None = None
+        self._replica_id = ""
+        self._end: asyncio.Future[None] | None = None
+        """Of the present attempt."""
+        self._reader: AnswerReader | None = None
+        self._later: list[Callable[[], None]] | None = None
+        """What is shown while the gateway notes that another endpoint answers."""
+
+    def start(self, serving: Coroutine[Any, Any, None], on_end: Callable[[], None]) -> None:
+        """Have the gateway serve it; `on_end` is called at the end of all."""
+        self._task = asyncio.create_task(self._run(serving, on_end))
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the gateway serves it, or has."""
+        return self._task is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an attempt waits for the end of its answer."""
+        return self._end is not None and not self._end.done()
+
+    async def _run(self, serving: Coroutine[Any, Any, None], on_end: Callable[[], None]) -> None:
+        try:
+            await serving
+        finally:
+            self._go_on()
+            on_end()
+
+    async def answer(self, backend: Backend, attempt: Attempt, replica_ids: Sequence[str]) -> None:
+        """Have the proxy send the request: see `serve_app.gateway.exchange.Sender`."""
+        assert isinstance(backend, ExternalBackend)
+        endpoints = [self._addresses.of(name) for name in replica_ids[:_MOST_ENDPOINTS]]
+        if endpoints[0] is None:
+            raise ReplicaUnreachable("the name of an endpoint has no address")
+        self._attempt, self._replica_id = attempt, replica_ids[0]
+        self._end = asyncio.get_running_loop().create_future()
+        attempt.note_send()
+        if self.is_placed:
+            self._go_on()
+        else:
+            self.is_placed = True
+            reached = [endpoint for endpoint in endpoints if endpoint is not None]
+            self._place(backend, attempt, reached)
+        await self._end
+
+    def add_headers(self, headers: Headers) -> None:
+        """Add these to the head of the answer."""
+        self.added = headers
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        """Do nothing: the proxy sends the head."""
+
+    async def write(self, data: bytes) -> None:
+        """Do nothing: the proxy sends the body."""
+
+    def write_now(self, data: bytes, chunk: bytes | None = None) -> bool:
+        """Do nothing: the proxy sends the body."""
+        return True
+
+    def show_head(self, headers: Headers, endpoint: str = "") -> None:
+        """Take the head of the answer, pseudo headers included.
+
+        `endpoint` is the `ip:port` that answers; empty: the proxy does not say.
+        """
+        if self._later is not None or self._is_another(endpoint):
+            self._later = self._later or []
+            self._later.append(partial(self.show_head, headers))
+        elif self._attempt is not None and self.is_open:
+            self.begun = True
+            status = int(dict(headers).get(b":status", b"0"))
+            self._reader = AnswerReader(self._attempt, self._replica_id, status, headers)
+
+    def show_body(self, piece: bytes) -> None:
+        """Take a piece of the answer's body."""
+        if self._later is not None:
+            self._later.append(partial(self.show_body, piece))
+        elif self._reader is not None:
+            try:
+                self._reader.feed(piece)
+            except (ReplicaFailed, RequestRejected) as error:
+                self._settle(error)
+
+    def show_end(self, has_body: bool = True) -> None:
+        """Take the end of the answer; `has_body`: its body was shown."""
+        if self._later is not None:
+            self._later.append(partial(self.show_end, has_body))
+        elif self._reader is not None:
+            try:
+                (self._reader.end if has_body else self._reader.end_unseen)()
+            except (ReplicaFailed, RequestRejected) as error:
+                self._settle(error)
+            else:
+                self._settle(None)
+
+    def leave(self) -> None:
+        """Note that nothing more is shown: all was, or the caller or the proxy is gone."""
+        if self._later is not None:
+            self._later.append(self.leave)
+        elif self._task is not None and (self._end is None or self.is_open):
+            self._task.cancel()
+
+    def _is_another(self, endpoint: str) -> bool:
+        """Whether another endpoint answers than the picked one; it then counts as picked."""
+        if not endpoint or not self.is_open or endpoint == self._addresses.of(self._replica_id):
+            return False
+        replica_id = min(self._addresses.replicas_at([endpoint]), default=None)
+        if replica_id is None or self._attempt is None:
+            return False
+        self._attempt.request.sticks_to = replica_id
+        self._settle(ReplicaUnreachable("the proxy did not reach an endpoint"))
+        return True
+
+    def _go_on(self) -> None:
+        """Take what was shown meanwhile."""
+        later, self._later = self._later, None
+        for show in later or ():
+            show()
+
+    def _settle(self, error: Exception | None) -> None:
+        """End the attempt."""
+        self._reader = None
+        if self._end is None or self._end.done():
+            return
+        if error is None:
+            self._end.set_result(None)
+        else:
+            self._end.set_exception(error)
