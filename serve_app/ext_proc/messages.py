@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from envoy.config.core.v3.base_pb2 import HeaderValueOption
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
-    BodyResponse,
-    HeaderMutation,
-    HeadersResponse,
-    HttpHeaders,
-    ProcessingRequest,
-    ProcessingResponse,
-    TrailersResponse,
-)
-
+from serve_app.ext_proc.protocol import REPLACE, ProcessingResponse
 from serve_app.gateway.generation import Headers
 
 DESTINATION = "x-gateway-destination-endpoint"
@@ -26,50 +17,56 @@ _LB, _HINT = "envoy.lb", "envoy.lb.subset_hint"
 _FILTER, _UPSTREAM = "envoy.filters.http.ext_proc", "upstream.address"
 _MOST_BYTES = 62_000
 """Of a body in one message, below the limit of gRPC and Envoy's windows."""
-_REPLACE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
-GO_ON = {
-    kind: ProcessingResponse(**{kind: response()}).SerializeToString()
-    for kind, response in (
-        ("request_headers", HeadersResponse),
-        ("request_body", BodyResponse),
-        ("request_trailers", TrailersResponse),
-        ("response_headers", HeadersResponse),
-        ("response_body", BodyResponse),
-        ("response_trailers", TrailersResponse),
-    )
-}
+_ALL = ("request_headers", "request_body", "request_trailers", "response_headers", "response_body",
+        "response_trailers")  # fmt: skip
+
+
+def _unchanged(kind: str) -> bytes:
+    response = ProcessingResponse()
+    getattr(response, kind).SetInParent()
+    return _bytes_of(response)
+
+
+def _bytes_of(response: Any) -> bytes:
+    serialized: bytes = response.SerializeToString()
+    return serialized
+
+
+GO_ON = {kind: _unchanged(kind) for kind in _ALL}
 """Answers that change nothing, by the message they are to."""
 
 
-def headers_of(message: HttpHeaders) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a message, pseudo headers included."""
+def headers_of(head: Any) -> list[tuple[bytes, bytes]]:
+    """Return the headers of an `HttpHeaders`, pseudo headers included, in small letters."""
     return [
-        (header.key.lower().encode("latin-1"), header.raw_value or header.value.encode())
-        for header in message.headers.headers
+        (header.key.lower(), header.raw_value or header.value) for header in head.headers.headers
     ]
 
 
-def subset_of(message: ProcessingRequest) -> list[str] | None:
+def subset_of(message: Any) -> list[str] | None:
     """Return the endpoints, `ip:port`, that a proxy allows; None: it does not say."""
-    hint = message.metadata_context.filter_metadata.get(_HINT)
-    if hint is None or _SUBSET not in hint.fields:
+    value = _field(message.metadata_context.filter_metadata, _HINT, _SUBSET)
+    if value is None:
         return None
-    value = hint.fields[_SUBSET]
     if value.WhichOneof("kind") == "list_value":
         return [each.string_value.strip() for each in value.list_value.values]
     return [each.strip() for each in value.string_value.split(",") if each.strip()]
 
 
-def served_by(message: ProcessingRequest) -> str:
+def served_by(message: Any) -> str:
     """Return the endpoint, `ip:port`, that has answered; empty: the proxy does not say."""
-    metadata = message.metadata_context.filter_metadata.get(_LB)
-    if metadata is not None and _SERVED in metadata.fields:
-        return str(metadata.fields[_SERVED].string_value)
-    attributes = message.attributes.get(_FILTER)
-    if attributes is not None and _UPSTREAM in attributes.fields:
-        return str(attributes.fields[_UPSTREAM].string_value)
-    return ""
+    value = _field(message.metadata_context.filter_metadata, _LB, _SERVED)
+    value = value or _field(message.attributes, _FILTER, _UPSTREAM)
+    return "" if value is None else str(value.string_value)
+
+
+def _field(entries: Any, name: str, field: str) -> Any:
+    """Return a value of the struct of some name; None: it is not there."""
+    for entry in entries:
+        if entry.key == name and field in entry.value.fields:
+            return entry.value.fields[field]
+    return None
 
 
 def place(
@@ -117,12 +114,7 @@ def answered(headers: Headers) -> bytes:
     return _bytes_of(response)
 
 
-def _bytes_of(response: ProcessingResponse) -> bytes:
-    serialized: bytes = response.SerializeToString()
-    return serialized
-
-
-def _set_headers(mutation: HeaderMutation, headers: Headers) -> None:
+def _set_headers(mutation: Any, headers: Headers) -> None:
     for name, value in headers:
-        option = mutation.set_headers.add(append_action=_REPLACE)
-        option.header.key, option.header.raw_value = name.decode("latin-1"), value
+        option = mutation.set_headers.add(append_action=REPLACE)
+        option.header.key, option.header.raw_value = name, value

@@ -6,17 +6,16 @@ import asyncio
 import ssl
 from collections.abc import Callable
 
-from envoy.service.ext_proc.v3.external_processor_pb2 import DESCRIPTOR
 from starlette.types import ASGIApp
 
 from serve_app.ext_proc.addresses import Addresses
 from serve_app.ext_proc.exchange import Exchange, Site
-from serve_app.ext_proc.health import CHECK, WATCH, Health
+from serve_app.ext_proc.health import Health
 from serve_app.ext_proc.http2 import Call, Http2Protocol, Stream
+from serve_app.ext_proc.protocol import CHECK, EXT_PROC, PROCESS, WATCH
 from serve_app.gateway.gateway import Gateway
 from serve_app.http.tls import Certificate
 
-_SERVICE = DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
 _LOOK_EVERY_S = 0.5
 _SLACK_BYTES = 1 << 20
 """Of a message, beyond the longest body."""
@@ -35,7 +34,7 @@ class ExtProcServer:
         self._addresses = Addresses(gateway.table.replicas.keys())
         max_bytes = gateway.cluster.limits.max_body_bytes
         self._site = Site(app, self._addresses, max_bytes, hides_keys)
-        self._health = Health(("readiness", _SERVICE, ""), self._is_ready)
+        self._health = Health(("readiness", EXT_PROC, ""), self._is_ready)
         self._connections: set[Http2Protocol] = set()
         self._server: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -50,7 +49,7 @@ class ExtProcServer:
         """Begin to listen; OSError: the address cannot be used."""
         limits, tls = self._gateway.cluster.limits, self._gateway.cluster.gateway.tls
         methods: dict[bytes, Callable[[Stream], Call]] = {
-            f"/{_SERVICE}/Process".encode(): self._process,
+            PROCESS: self._process,
             CHECK: self._health.check, WATCH: self._health.watch,
         }  # fmt: skip
         max_streams = max(2 * limits.max_in_flight, _MIN_STREAMS)

@@ -28,7 +28,7 @@ class OpenAiEndpoint(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body.encode())
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = json.loads(self._body())
         self.server.asked.append(body)
         number = body.get("max_completion_tokens") or body.get("max_tokens") or 4
         answer = _Answer(body, "messages" in body, number)
@@ -42,6 +42,15 @@ class OpenAiEndpoint(http.server.BaseHTTPRequestHandler):
             self._chunk(b"data: %b\n\n" % json.dumps(event).encode())
         self._chunk(b"data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
+
+    def _body(self):
+        if self.headers["transfer-encoding"] != "chunked":
+            return self.rfile.read(int(self.headers["content-length"]))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size + 2)[:-2]
+        self.rfile.readline()
+        return body
 
     def _head(self, kind, length=None):
         self.send_response(200)

@@ -32,6 +32,14 @@ HANG = object()
 """In a script: say nothing more until the client goes."""
 
 
+async def _chunked(reader):
+    body = b""
+    while size := int(await reader.readline(), 16):
+        body += (await reader.readexactly(size + 2))[:-2]
+    await reader.readline()
+    return body
+
+
 class Stub:
     """Answers `script`, pieces of a body, to every POST; keeps what it was asked.
 
@@ -67,6 +75,8 @@ class Stub:
                 lines = head.lower().split("\r\n")
                 length = [one.split(":")[1] for one in lines if one.startswith("content-length:")]
                 body = await reader.readexactly(int(length[0]) if length else 0)
+                if "transfer-encoding: chunked" in lines:
+                    body = await _chunked(reader)
                 if head.startswith("GET"):
                     await self._get(writer, head.split()[1])
                 else:
