@@ -108,8 +108,6 @@ class Args:
     servers: tuple[Literal["thin", "endpoints", "own"], ...] = ("thin", "endpoints", "own")
     """Who takes turns with the stub: a thin Ray Serve application, the gateway before the stub, and
     before a pool of its own. Each has a Ray of its own, which takes caches from the others."""
-    carriers: tuple[int, ...] = ()
-    """Numbers of carrier processes: for each a gateway before the stub, with a Ray of its own."""
     litellm: Path | None = None
     """Environment of LiteLLM's proxy (`make rivals`: .rivals/litellm), which takes turns before the
     stub's ports."""
@@ -486,13 +484,11 @@ def own_pool() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def gateway(
-    name: str, pool: dict[str, Any], root: Path = ROOT, carriers: int = 1, log: bool = True
+    name: str, pool: dict[str, Any], root: Path = ROOT, log: bool = True
 ) -> Iterator[Server]:
     """Yield a gateway before a pool, from the checkout at `root`."""
     port = free_port()
     cluster = {"name": "b", "description": "b", "served_model": "m", "pools": [pool]}
-    if carriers > 1:
-        cluster["gateway"] = {"carriers": carriers}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.yaml"
         file.write_text(yaml.safe_dump(cluster))
@@ -573,9 +569,6 @@ def main(args: Args) -> None:
         servers = [alone, *(stack.enter_context(others[name]()) for name in args.servers)]
         if args.litellm is not None:
             servers.append(stack.enter_context(litellm(args.litellm, ports)))
-        for number in args.carriers:
-            pool, name = external_pool(ports), f"tokenyard, {number} carriers"
-            servers.append(stack.enter_context(gateway(name, pool, carriers=number)))
         if args.before is not None:
             pools = {"endpoints": external_pool(ports), "own": own_pool()}
             for name in pools.keys() & args.servers:

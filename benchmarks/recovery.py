@@ -3,9 +3,8 @@
 Start `python pipelines/deploy.py` on this machine, then
 `python benchmarks/recovery.py --victims rank replica gateway`: clients ask without a pause, a
 process gets SIGKILL, and the gateway is watched until all replicas take requests again. Meanwhile
-somebody who has no connection yet asks ten times a second. Where others carry for the gateway
-(`gateway: {carriers: N}` in the cluster file), `gateway` is the process that decides. `raylet`
-needs something that starts `deploy.py` again when it ends.
+somebody who has no connection yet asks ten times a second. `raylet` needs something that starts
+`deploy.py` again when it ends.
 """
 
 from __future__ import annotations
@@ -24,18 +23,16 @@ import psutil
 import tyro
 from rich.table import Table
 
-from serve_app.app import APP_NAME, CARRIER, GATEWAY
+from serve_app.app import APP_NAME, GATEWAY
 from tokenyard.provenance import ResultFile, report
 
-Victim = Literal["rank", "replica", "gateway", "carrier", "raylet"]
+Victim = Literal["rank", "replica", "gateway", "raylet"]
 _TITLES: dict[Victim, str] = {
     "rank": "ray::Rank",
     "replica": "ray::ServeReplica:",
     "gateway": f"ray::ServeReplica:{APP_NAME}:{GATEWAY}",
-    "carrier": f"ray::ServeReplica:{APP_NAME}:{CARRIER}",
     "raylet": "",
 }
-_NOT_A_POOL = (_TITLES["gateway"], _TITLES["carrier"])
 _PROBE_EVERY_S = 0.1
 _PROBE_S = 10.0
 _SETTLED_S = 3.0
@@ -193,7 +190,7 @@ def pids_of(victim: Victim, raylet: psutil.Process) -> list[int]:
         pid
         for pid, title in titles.items()
         if title.startswith(_TITLES[victim])
-        and (victim != "replica" or not title.startswith(_NOT_A_POOL))
+        and (victim != "replica" or not title.startswith(_TITLES["gateway"]))
     )
 
 

@@ -107,15 +107,9 @@ class Deployment:
     @property
     def num_cpus(self) -> float:
         """CPUs that its actors reserve."""
-        carriers = self.cluster.gateway.carriers
-        others = carriers if carriers > 1 else 0
-        num_cpus = (
-            1.0
-            + others * self.cluster.gateway.cpus
-            + sum(
-                pool.replicas * (pool.replica_cpus + pool.config.num_ranks * pool.config.rank_cpus)
-                for pool in self.cluster.own_pools
-            )
+        num_cpus = 1.0 + sum(
+            pool.replicas * (pool.replica_cpus + pool.config.num_ranks * pool.config.rank_cpus)
+            for pool in self.cluster.own_pools
         )
         if self.cluster.allocation is not None:
             from tokenyard.allocation.plans import load_allocation

@@ -8,7 +8,6 @@ import asyncio
 import errno
 import logging
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +21,6 @@ from serve_app.engines.tokenizer import Tokenizer
 from serve_app.gateway import interpreter
 from serve_app.gateway.backends import make_backends
 from serve_app.gateway.callers import KeyFile
-from serve_app.gateway.decider import CarriedPool, Decider
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.exchange import Backend
 from serve_app.gateway.external import ExternalBackend
@@ -50,9 +48,7 @@ logger = logging.getLogger(__name__)
 
 APP_NAME = "tokenyard-routing"
 GATEWAY = "gateway"
-"""Name of the deployment that decides."""
-CARRIER = "carrier"
-"""Name of the one that carries, where that is another."""
+"""Name of the gateway's deployment."""
 REGISTRY_VARIABLE = "MLFLOW_TRACKING_URI"
 """Environment variable that names the store of sweeps, and so the registry."""
 TOKEN_VARIABLE = "TOKENYARD_TOKEN"
@@ -118,7 +114,7 @@ class GatewayReplica:
 
     def __init__(self, cluster: Cluster, options: GatewayOptions, handles: dict[str, Any]) -> None:
         # What follows takes seconds.
-        self._held = self._hold_port(options)
+        self._held = hold_port(options.host, options.port)
         interpreter.share()
         registry = registry_of(options)
         manager = PolicyManager(
@@ -140,7 +136,7 @@ class GatewayReplica:
         self._gateway = Gateway(
             cluster,
             manager,
-            self._senders(backends),
+            backends,
             metrics,
             log=log,
             limits=limits,
@@ -172,14 +168,6 @@ class GatewayReplica:
         self._watching: asyncio.Task[None] | None = None
         self._listener: Listener | None = None
         interpreter.settle()
-
-    def _hold_port(self, options: GatewayOptions) -> socket.socket | None:
-        """Let connections wait while the gateway starts, unless another process takes them."""
-        return hold_port(options.host, options.port)
-
-    def _senders(self, backends: Mapping[str, Backend]) -> Mapping[str, Backend]:
-        """What sends requests to the pools."""
-        return backends
 
     async def reconfigure(self, address: dict[str, Any]) -> None:
         """Begin to listen; Serve calls this before the replica counts as started.
@@ -232,7 +220,11 @@ class GatewayReplica:
     async def end(self) -> None:
         """Answer the requests that were let in; another gateway may listen already."""
         if self._listener is not None:
-            await self._leave_to_another()
+            if self._reshaping is not None:
+                # Its replicas stay.
+                self._reshaping.cancel()
+            # The gateway that replaces this one makes the lasting decisions from here on.
+            await self._gateway.manager.hand_over()
             await self._listener.hand_over()
             self._listener.refuse()
             if self._ext_proc is not None:
@@ -245,7 +237,7 @@ class GatewayReplica:
 
     def _end_with_serve(self) -> None:
         """Drain when Serve asks for it, or is gone."""
-        from serve_app.ray_serve.carrier_replica import end_with_ray
+        from serve_app.ray_serve.ending import end_with_ray
 
         # Serve awaits it. One of the class would be called by the garbage collector, too.
         self.__del__ = self.end
@@ -279,13 +271,6 @@ class GatewayReplica:
             manager.note("keys not read", file.path.name, file.problem)
         self._gateway.metrics.know_tenants(self._access.tenants)
 
-    async def _leave_to_another(self) -> None:
-        """Make no more lasting decisions: the gateway that replaces this one makes them."""
-        if self._reshaping is not None:
-            # Its replicas stay.
-            self._reshaping.cancel()
-        await self._gateway.manager.hand_over()
-
     async def _stop(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
@@ -298,52 +283,6 @@ class GatewayReplica:
             self._audit_log.close()
         if self._gateway.tracing is not None:
             await asyncio.to_thread(self._gateway.tracing.close)
-
-
-class DeciderReplica(GatewayReplica):
-    """The gateway's only deciding replica; carriers hold the connections for it."""
-
-    _decider: Decider | None = None
-
-    def _hold_port(self, options: GatewayOptions) -> None:
-        """Do nothing: carriers listen."""
-
-    def _senders(self, backends: Mapping[str, Backend]) -> Mapping[str, Backend]:
-        return {name: CarriedPool(backend) for name, backend in backends.items()}
-
-    async def reconfigure(self, address: dict[str, Any]) -> None:
-        """Begin to listen for carriers, which listen for callers at `host` and `port` of `address`.
-
-        Raises:
-            OSError: Ray Serve's proxy has the port.
-        """
-        if self._decider is None:
-            await check_no_proxy(address["host"], address["port"])
-            self._end_with_serve()
-            self._start()
-            self._decider = Decider(self._gateway, self.make_api())
-            await self._decider.start()
-
-    async def where(self) -> str:
-        """Return the path of the socket on which it listens for carriers."""
-        assert self._decider is not None
-        return self._decider.path
-
-    async def check_health(self) -> None:
-        """Fail where it no longer listens, or a newer version is installed."""
-        if self._decider is None or not self._decider.is_up:
-            raise RuntimeError("the decider does not listen any more")
-        if self._decider.outdated is not None:
-            raise RuntimeError(self._decider.outdated)
-
-    async def end(self) -> None:
-        """Answer the requests that were let in; carriers end by themselves."""
-        if self._decider is not None:
-            await self._leave_to_another()
-            await self._decider.resign()
-            await self._gateway.drain()
-            await self._decider.stop()
-            await self._stop()
 
 
 async def check_no_proxy(host: str, port: int) -> None:
@@ -455,7 +394,8 @@ def make_access(cluster: Cluster, options: GatewayOptions) -> Access:
 
 def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Any:
     """Make Ray Serve's application: a gateway and its pools."""
-    from serve_app.ray_serve.carrier_replica import CarrierReplica
+    from ray import serve
+
     from serve_app.ray_serve.replica import bind_pool
 
     log, state = options.decision_log, options.state
@@ -470,23 +410,10 @@ def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Any:
         }
     )
     pools = {pool.name: bind_pool(pool, cluster) for pool in cluster.own_pools}
-    # One replica decides: what was sent is known only to itself, and decisions are made on that.
-    if cluster.gateway.carriers == 1:
-        return _deployed(GatewayReplica, GATEWAY, 1, cluster, options).bind(cluster, options, pools)
-    decider = _deployed(DeciderReplica, GATEWAY, 1, cluster, options).bind(cluster, options, pools)
-    carriers = _deployed(CarrierReplica, CARRIER, cluster.gateway.carriers, cluster, options)
-    return carriers.bind(cluster, make_access(cluster, options), pools, decider)
-
-
-def _deployed(
-    kind: type[Any], name: str, num_replicas: int, cluster: Cluster, options: GatewayOptions
-) -> Any:
-    """Return the settings of one deployment."""
-    from ray import serve
-
     deploy = serve.deployment(
-        name=name,
-        num_replicas=num_replicas,
+        name=GATEWAY,
+        # One replica: what was sent is known only to itself, and decisions are made on that.
+        num_replicas=1,
         # Three checks in a row must fail.
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
@@ -498,7 +425,8 @@ def _deployed(
             "label_selector": dict(cluster.gateway.node_labels),
         },
     )
-    return deploy(kind)
+    deployment: Any = deploy(GatewayReplica)
+    return deployment.bind(cluster, options, pools)
 
 
 def build_gateway(options: GatewayOptions) -> Any:

@@ -391,15 +391,12 @@ class Cors(FrozenModel):
 
 
 class GatewaySettings(FrozenModel):
-    """Address, processes, files and routes of the gateway."""
+    """Place, files and routes of the gateway."""
 
     cpus: Annotated[float, Field(ge=0)] = 0.1
-    """CPUs that each process reserves; 0 lets it onto a head node that offers none."""
+    """CPUs that it reserves on Ray; 0 lets it onto a head node that offers none."""
     node_labels: Mapping[str, str] = {}
     """Ray labels of the nodes that it may be on."""
-    carriers: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes on one machine that share the port and carry requests and answers. With more than
-    one, another process decides for all of them."""
     keys: GatewayPath | None = None
     """File of API keys, read anew when it changes: see
     `serve_app.gateway.callers.KeysMessage`. None: the tokens of the environment alone."""
@@ -475,15 +472,6 @@ class Cluster(FrozenModel):
             raise ValueError("give at least one pool, or an allocation")
         if has_one and self.decide_only:
             raise ValueError("decide_only serves no pools; leave one of both out")
-        if self.gateway.carriers > 1 and (self.decide_only or self.allocation is not None):
-            what = "without pools" if self.decide_only else "with an allocated pool"
-            raise ValueError(f"a gateway {what} has one carrier")
-        if self.gateway.carriers > 1 and self.sessions is not None:
-            raise ValueError("a gateway that looks at sessions has one carrier")
-        pools = self.external_pools
-        changing = [pool.name for pool in pools if pool.service_discovery or pool.allowed]
-        if self.gateway.carriers > 1 and changing:
-            raise ValueError(f"endpoints of pool {changing[0]!r} come and go: have one carrier")
         return self
 
     @model_validator(mode="after")
@@ -565,8 +553,8 @@ class Cluster(FrozenModel):
 
     @property
     def needs_ray(self) -> bool:
-        """Whether something of it runs on Ray: pools of ours, or several processes that carry."""
-        return bool(self.own_pools or self.templates) or self.gateway.carriers > 1
+        """Whether something of it runs on Ray: pools of ours."""
+        return bool(self.own_pools or self.templates)
 
 
 def load_cluster(name: str) -> Cluster:

@@ -152,7 +152,7 @@ class EstimatedTokens(Sequence[int]):
 
     @cached_property
     def _ids(self) -> list[int]:
-        # The same in all processes, unlike `hash`: some name blocks for others.
+        # The same in every process, unlike `hash`.
         codes = np.frombuffer(self._text.encode("utf-32-le", "surrogatepass"), np.uint32)
         whole = np.zeros(len(self) * _ESTIMATE_CHARACTERS, np.uint64)
         whole[: len(codes)] = codes

@@ -72,7 +72,7 @@ class Answer:
     def fits(self, backend: Backend) -> bool:
         """Whether the replicas of a pool can answer the request."""
         return (
-            (backend.takes_any or self.request.for_engines)
+            (backend.takes_any or self.request.generation is not None)
             and self.model.is_served_by(backend.name)
             and backend.name not in self.excluded
             and backend.max_model_tokens >= self.needed_tokens

@@ -230,7 +230,7 @@ class Attempts:
             return Unserved(str(others[-1]))
         last = errors[-1]
         assert isinstance(last, ReplicaLacks)
-        return last.rejection or Unanswerable(str(last), 404)
+        return last.rejection
 
 
 class ReplicaAttempt:

@@ -51,8 +51,6 @@ class InferenceRequest:
     max_tokens: int
     """Longest answer; 0: it does not say, or there are no tokens in answers to it."""
     call: Call
-    for_engines: bool = False
-    """Whether engines of ours understand it."""
     prompt: Prompt | None = None
     """The prompt, where more is known of it than `token_ids`."""
     model: str | None = None
@@ -62,7 +60,7 @@ class InferenceRequest:
     caller: Caller = ANYBODY
     """Who asks."""
     generation: Generation | None = None
-    """The request for our engines, where they understand it and this process sends it."""
+    """The request for our engines; None: they do not understand it."""
     trace: bytes = b""
     """Header lines by which the caller names its trace; empty: it does not, or nobody traces."""
     span: RequestSpan | None = None
@@ -87,7 +85,7 @@ class InferenceRequest:
             "tokenyard.tenant": self.tenant or self.caller.tenant,
         }  # fmt: skip
 
-    def traced(self, line: bytes, span: RequestSpan | None = None) -> InferenceRequest:
+    def traced(self, line: bytes, span: RequestSpan) -> InferenceRequest:
         """The request for endpoints, with a trace header in place of the caller's."""
         lines = self.call.headers.splitlines(keepends=True)
         others = b"".join(header for header in lines if header.partition(b":")[0] != PARENT)

@@ -55,13 +55,10 @@ class ReplicaTooSmall(ReplicaRefused):
 class ReplicaLacks(ReplicaRefused):
     """A replica does not know the model or the route; another may."""
 
-    def __init__(
-        self, reason: str, model: str | None, rejection: RequestRejected | None = None
-    ) -> None:
+    def __init__(self, reason: str, model: str | None, rejection: RequestRejected) -> None:
         """Say what it lacks: a model, by the name in the request; None: the route.
 
-        The name is empty where the pool fills it in. `rejection` is what it answered; None: another
-        process knows.
+        The name is empty where the pool fills it in. `rejection` is what it answered.
         """
         super().__init__(reason)
         self.model, self.rejection = model, rejection
@@ -117,9 +114,7 @@ class Unserved(RuntimeError):
 class Unanswerable(Unserved):
     """A request can never be answered, by any pool."""
 
-    def __init__(self, reason: str, status: int = 400) -> None:
-        super().__init__(reason)
-        self.status = status
+    status = 400
 
 
 class Draining(Unserved):

@@ -62,9 +62,6 @@ class Metrics:
     ]
     tenant_output_tokens: Annotated[Counter, "Tokens generated for tenants with keys.", _TENANT]
     tenant_refused: Annotated[Counter, "Requests of tenants with keys that were refused.", _TENANT]
-    carried_alone: Annotated[
-        Counter, "Requests that carriers placed while the decider was away.", _NONE
-    ]
     scrape_failures: Annotated[Counter, "Scrapes of an endpoint's metrics that failed.", _POOL]
     in_flight: Annotated[Gauge, "Requests sent and not finished.", _POOL]
     waiting: Annotated[Gauge, "Requests that wait, as the pool's replicas publish it.", _POOL]
@@ -79,7 +76,6 @@ class Metrics:
     sessions: Annotated[
         Gauge, "Sessions with a turn at a replica (running), and idle ones with a lease.", _STATE
     ]
-    carriers: Annotated[Gauge, "Processes that carry for this decider.", _NONE]
     log_lines_lost: Annotated[Gauge, "Decisions missing in the log.", _NONE]
     ttft_seconds: Annotated[Histogram, "Arrival to first token.", _POOL, _LATENCIES_S]
     tpot_seconds: Annotated[

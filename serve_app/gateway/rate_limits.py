@@ -1,8 +1,7 @@
 """Limits per caller: token buckets per minute, and quotas per day.
 
-One process counts for all carriers, with the request that asks for a place, so that counts are
-exact. Tokens are reserved at arrival, prompt and longest answer, and settled at the end. All
-numbers are whole: no rounding lets one more in.
+Tokens are reserved at arrival, prompt and longest answer, and settled at the end. All numbers are
+whole: no rounding lets one more in.
 """
 
 from __future__ import annotations
@@ -284,7 +283,7 @@ class RateLimits:
         try:
             limits = self._limits_of(caller)
         except LookupError:
-            # Another process has read the file of keys at another time.
+            # The file of keys was read again while the body came.
             reason = "your key is being changed"
             return OverLimit(reason, 1, "rate_limit_exceeded", "requests", [])
         if limits is None:

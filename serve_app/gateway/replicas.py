@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -195,19 +195,17 @@ class Prompt:
     def __init__(
         self,
         token_ids: Sequence[int],
-        blocks: Mapping[int, IntArray] | None = None,
         num_tokens: int | None = None,
     ) -> None:
         """Keep the tokens; nothing is hashed yet.
 
-        `token_ids` may be of pieces by which its blocks are named; it then has `num_tokens`. Some
-        names of blocks may be known already, by the size of a block, tokens.
+        `token_ids` may be of pieces by which its blocks are named; it then has `num_tokens`.
         """
         self.token_ids = token_ids
         self.num_tokens = len(token_ids) if num_tokens is None else num_tokens
         self.scale = self.num_tokens / max(len(token_ids), 1)
         """Tokens of the prompt per one of `token_ids`."""
-        self._blocks: dict[int, IntArray] = {0: _NO_BLOCKS, **(blocks or {})}
+        self._blocks: dict[int, IntArray] = {0: _NO_BLOCKS}
 
     def blocks(self, block_tokens: int) -> IntArray:
         """Return the names of blocks, each a hash of all tokens up to its end; 0 tokens: none."""

@@ -9,9 +9,9 @@ from typing import Any
 from starlette.types import Receive, Send
 
 from serve_app.cluster import SloClass
-from serve_app.gateway.carrier import RequestServer
 from serve_app.gateway.exchange import InferenceRequest
 from serve_app.gateway.faults import EndpointError
+from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.generation import Headers, Refused, RequestRejected, Unanswerable, Unserved
 from serve_app.http.answer_writer import EVENT_HEADERS
 from serve_app.http.connection import CallerConnection
@@ -136,7 +136,7 @@ def _error_event(path: bytes, error: Exception) -> bytes:
 
 
 async def answer(
-    gateway: RequestServer,
+    gateway: Gateway,
     request: InferenceRequest,
     service_class: SloClass,
     receive: Receive,

@@ -15,8 +15,8 @@ from serve_app.cluster import SloClass
 from serve_app.engines.base import Generation
 from serve_app.engines.tokenizer import EstimatedTokens, EstimatingTokenizer, Tokenizer
 from serve_app.gateway.callers import Caller
-from serve_app.gateway.carrier import RequestServer
 from serve_app.gateway.exchange import Call, InferenceRequest
+from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.generation import Refused, RequestRejected, Unserved, new_id
 from serve_app.gateway.replicas import Prompt
 from serve_app.gateway.tracing import HEADERS as TRACE
@@ -58,7 +58,7 @@ class DataPath:
     """ASGI application of the routes that replicas answer."""
 
     def __init__(
-        self, gateway: RequestServer, tokenizers: Tokenizers, intake: Intake, refuse: Refusal
+        self, gateway: Gateway, tokenizers: Tokenizers, intake: Intake, refuse: Refusal
     ) -> None:
         self._gateway, self._intake, self._refuse = gateway, intake, refuse
         cluster = gateway.cluster
@@ -146,7 +146,7 @@ class DataPath:
         if not tenant and cluster.gateway.keys is None:
             tenant = (headers.get(_TENANT) or headers.get(_FAIRNESS, b"")).decode("latin-1")
         request = InferenceRequest(
-            name, ids, longest, call, generation is not None, model=model.name,
+            name, ids, longest, call, model=model.name,
             tenant=cluster.tenant_named(tenant), caller=caller, prompt=prompt, learn=learn,
             generation=generation,
             trace=b"" if self._gateway.tracing is None else _lines(scope, TRACE),

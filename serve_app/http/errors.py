@@ -76,8 +76,7 @@ async def _answer_to(request: Request, error: Exception) -> Response:
         case BadRequest():
             return _answer(request, str(error), error.status, error.param)
         case Unanswerable():
-            param = "model" if error.status == 404 else None
-            return _answer(request, str(error), error.status, param)
+            return _answer(request, str(error), error.status)
         case RequestValidationError():
             status = 400 if _speaks_openai(request) else 422
             return _answer(request, reason_of(error.errors()), status)

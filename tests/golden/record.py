@@ -251,8 +251,8 @@ def schema_of(cluster: str) -> dict[str, Any]:
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     try:
         allocated = serving.find_cluster(options).model_copy(update={"pools": ()})
-        # It answers the same routes as a lone gateway, and takes no port.
-        gateway = serving.DeciderReplica(allocated, options, {})
+        with patch.object(serving, "hold_port", return_value=None):
+            gateway = serving.GatewayReplica(allocated, options, {})
     finally:
         # What the gateway sets for its process would stay in that of the tests.
         sys.setswitchinterval(interval)

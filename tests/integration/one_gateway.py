@@ -23,7 +23,7 @@ PROFILE = {
 }  # fmt: skip
 
 
-def make_gateway(url, wrap=lambda backend: backend):
+def make_gateway(url):
     """A gateway before one endpoint, and the backend of its pool."""
     pool = {
         "name": "theirs", "kind": "external", "model": "m", "profile": PROFILE,
@@ -37,7 +37,7 @@ def make_gateway(url, wrap=lambda backend: backend):
     manager.switch("round_robin")
     metrics = Metrics()
     backend = ExternalBackend(cluster.external_pools[0], "m", metrics)
-    return Gateway(cluster, manager, {backend.name: wrap(backend)}, metrics), backend
+    return Gateway(cluster, manager, {backend.name: backend}, metrics), backend
 
 
 async def main(port: int, url: str) -> None:

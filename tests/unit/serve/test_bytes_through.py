@@ -81,6 +81,9 @@ def others():
 
 SHAPES = [*chats(), *others()]
 WHOLE = b'{ "id":"x", "choices" : [{"message":{"content":"\xe2\x80\xa8"}}],"usage":null }\n'
+EVENTS = b"content-type: text/event-stream\r\n"
+BODY = json.dumps({"model": "m", "messages": MESSAGES}).encode()
+STREAM = json.dumps({"model": "m", "messages": MESSAGES, "stream": True}).encode()
 
 
 @asynccontextmanager
@@ -105,7 +108,7 @@ async def a_site(number=1, model="m", own=None, tokens=(None,), **fields):
         gateway = Gateway(cluster, manager, backends, metrics)
         tokenizer = EstimatingTokenizer() if own is None else Letters()
         api = create_gateway_api(gateway, tokenizer, Access(*tokens))
-        listener, port = Listener(api, cluster.limits), free_port()
+        listener, port = Listener(api, cluster.limits, cluster.gateway.tls), free_port()
         await listener.start("127.0.0.1", port)
         try:
             yield port, gateway, endpoints
@@ -193,9 +196,8 @@ def test_streams_come_back_byte_by_byte_however_they_are_cut(name, cut, framing)
             endpoint.pieces = [whole[at : at + step] for at in range(0, len(whole), step)]
             endpoint.headers = b"content-type: text/event-stream; charset=utf-8\r\n"
             endpoint.framing = framing
-            body = json.dumps({"model": "m", "messages": MESSAGES, "stream": True}).encode()
             async with RawCaller.to(port) as caller:
-                status, headers, answer = await caller.ask(CHAT, body)
+                status, headers, answer = await caller.ask(CHAT, STREAM)
             assert (status, answer) == (200, whole)
             assert headers[b"content-type"] == b"text/event-stream; charset=utf-8"
 
@@ -212,7 +214,7 @@ def test_responses_events_are_understood_as_far_as_needed():
 
     async def test(port, gateway, endpoints):
         endpoints[0].pieces = [b"event: x\n" + one for one in events]
-        endpoints[0].headers, endpoints[0].framing = b"content-type: text/event-stream\r\n", "close"
+        endpoints[0].headers, endpoints[0].framing = EVENTS, "close"
         async with RawCaller.to(port) as caller:
             body = b'{"model":"m","input":"a","stream":true}'
             status, _, answer = await caller.ask(b"/v1/responses", body)
@@ -294,11 +296,10 @@ def test_a_caller_that_leaves_closes_the_endpoints_connection_at_once():
     async def test(port, gateway, endpoints):
         (endpoint,) = endpoints
         endpoint.pieces, endpoint.hangs = [a_delta(content="a")], True
-        endpoint.headers, endpoint.framing = b"content-type: text/event-stream\r\n", "chunked"
-        body = json.dumps({"model": "m", "messages": MESSAGES, "stream": True}).encode()
+        endpoint.headers, endpoint.framing = EVENTS, "chunked"
         for _ in range(20):
             async with RawCaller.to(port) as caller:
-                status, _ = await caller.begin(CHAT, body)
+                status, _ = await caller.begin(CHAT, STREAM)
                 assert status == 200
         while endpoint.num_gone < 20 or gateway.in_flight:
             await asyncio.sleep(0.01)
@@ -310,10 +311,7 @@ def test_a_caller_that_leaves_closes_the_endpoints_connection_at_once():
 def paced(endpoint, *pieces):
     """Have an endpoint send tokens one by one."""
     endpoint.pieces, endpoint.gap_s = [*[a_delta(content="a")] * 20, *pieces], 0.005
-    endpoint.headers, endpoint.framing = b"content-type: text/event-stream\r\n", "chunked"
-
-
-STREAM = json.dumps({"model": "m", "messages": MESSAGES, "stream": True}).encode()
+    endpoint.headers, endpoint.framing = EVENTS, "chunked"
 
 
 def test_tokens_are_handed_on_as_they_come_without_a_wait(monkeypatch):
@@ -376,10 +374,9 @@ def test_a_slow_reader_holds_its_endpoint_up_and_not_the_gateways_memory():
         (endpoint,) = endpoints
         big = a_delta(content="x" * 500_000)
         endpoint.pieces = [big] * 40
-        endpoint.headers, endpoint.framing = b"content-type: text/event-stream\r\n", "chunked"
-        body = json.dumps({"model": "m", "messages": MESSAGES, "stream": True}).encode()
+        endpoint.headers, endpoint.framing = EVENTS, "chunked"
         async with RawCaller.to(port) as caller:
-            await caller.begin(CHAT, body)
+            await caller.begin(CHAT, STREAM)
             await asyncio.sleep(0.5)
             (connection,) = gateway.backends["theirs"]._forwarder.client._made
             assert connection._num_unread < 4 << 20

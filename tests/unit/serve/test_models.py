@@ -11,9 +11,6 @@ from unit.serve.test_serve_external import PROFILE
 from unit.serve.test_serve_gateway import OWN, FakePool, Letters, cluster_of
 from unit.stub_endpoint import stubs
 
-from serve_app.engines.tokenizer import EstimatedTokens
-from serve_app.gateway.carrier_wire import read_request, write_request
-from serve_app.gateway.exchange import Call, InferenceRequest
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.metrics import Metrics
@@ -216,11 +213,3 @@ def test_pools_of_a_plan_serve_the_model_of_their_template():
     assert not other.find("m").is_served_by("shape-tp1-pp1")
     assert other.find("other").is_served_by("shape-tp1-pp1")
     assert not other.find("other").is_served_by("a")
-
-
-def test_a_carrier_tells_its_decider_which_model_is_asked_for():
-    call = Call(b"/v1/completions", b"", b"{}", stream=False)
-    for model in (None, "modèle"):
-        request = InferenceRequest("r", EstimatedTokens("a b"), 7, call, model=model)
-        read, _ = read_request(write_request(request, "default", ()), ())
-        assert read.model == model

@@ -7,7 +7,6 @@ import socket
 import psutil
 import pytest
 import ray
-import yaml
 from scripts import refusal
 
 from pipelines import deploy
@@ -71,21 +70,6 @@ def test_an_address_that_is_none_is_refused_at_once(monkeypatch):
     assert sentence == "error: Invalid address format: nonsense"
 
 
-def a_cluster_with_two_carriers(folder):
-    file = folder / "cluster.yaml"
-    known = {"name": "c", "description": "d", "served_model": "m", "gateway": {"carriers": 2}}
-    profile = {
-        "iteration_s": 0.005, "prefill_token_s": 1e-5, "sequence_s": 0.0005, "max_batch": 8,
-        "token_budget": 256, "kv_capacity_tokens": 20_000,
-    }  # fmt: skip
-    pool = {
-        "name": "theirs", "kind": "external", "model": "m", "profile": profile,
-        "endpoints": [{"url": "http://127.0.0.1:9"}],
-    }  # fmt: skip
-    file.write_text(yaml.safe_dump(known | {"pools": [pool]}))
-    return file
-
-
 class SlowRay:
     """A Ray whose first starts time out, and leave a process behind."""
 
@@ -103,15 +87,14 @@ class SlowRay:
 
 
 @pytest.mark.integration
-def test_a_ray_that_does_not_start_in_time_is_tried_again_and_then_explained(tmp_path, monkeypatch):
+def test_a_ray_that_does_not_start_in_time_is_tried_again_and_then_explained(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_worker_niceness", "0")
     slow = SlowRay(3)
     monkeypatch.setattr(ray, "init", slow.init)
     # There may be one that other tests share.
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    args = ["--cluster", a_cluster_with_two_carriers(tmp_path), "--port", free_port()]
-    sentence = refusal(deploy, *args)
+    sentence = refusal(deploy, "--cluster", "emulated", "--port", free_port())
     assert sentence.startswith("error: no Ray: The current node timed out during startup.")
     assert "a cluster whose pools are all external needs no Ray" in sentence
     assert len(slow.left) == 3

@@ -15,6 +15,7 @@ from unit.serve.test_serve_external import pools_metric, run
 from unit.stub_endpoint import DONE, an_event
 
 from serve_app.cluster import EngineProfile
+from serve_app.engines.tokenizer import EstimatedTokens
 from serve_app.gateway.replicas import Prompt, ReplicaTable
 from serve_app.gateway.sse import peek_whole, prompt_tokens_of
 from serve_app.http.image_tokens import formula_of, size_of
@@ -267,6 +268,13 @@ def test_usage_tells_of_the_prompt_in_any_api():
     for body in ({"usage": cached, "content": "a"}, cached):
         assert prompt_tokens_of(peek_whole(json.dumps(body).encode())[2]) == 95
     assert prompt_tokens_of({}) == prompt_tokens_of({"input_tokens": "many"}) == 0
+
+
+def test_estimated_tokens_are_the_same_in_every_process():
+    # Unlike what Python's own hash of a text returns.
+    assert list(EstimatedTokens("abcdefg\ud800")) == list(EstimatedTokens("abcdefg\ud800"))
+    assert EstimatedTokens("abcdabce")[0] != EstimatedTokens("abcdabce")[1]
+    assert EstimatedTokens("abcd")[0] == 4413565704599234494
 
 
 def test_what_is_cached_of_a_prompt_is_in_its_own_tokens():

@@ -1,4 +1,4 @@
-"""Rates and quotas against slow oracles, and through the gateway, with one carrier and two."""
+"""Rates and quotas against slow oracles, and through the gateway."""
 
 import asyncio
 import json
@@ -9,21 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sizes import scaled
 from unit.raw_endpoint import RawCaller
-from unit.serve.test_bytes_through import CHAT, END, WHOLE, a_delta
+from unit.serve.test_bytes_through import BODY, CHAT, END, EVENTS, STREAM, WHOLE, a_delta
+from unit.serve.test_bytes_through import a_site as a_gateway_site
 from unit.serve.test_keys import ENTRIES, a_site, bearer, write
-from unit.serve.test_serve_carriers import BODY, EVENTS, STREAM, until
-from unit.serve.test_serve_carriers import a_site as a_carried_site
 from unit.serve.test_serve_gateway import a_body
 
 from serve_app.gateway.callers import ANYBODY, Caller, CallerLimits, KeyFile
-from serve_app.gateway.carrier_wire import read_refusal, write_refusal
-from serve_app.gateway.generation import (
-    Draining,
-    Refused,
-    ReplicaFull,
-    Unanswerable,
-    Unserved,
-)
+from serve_app.gateway.generation import ReplicaFull
 from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
 from serve_app.http.auth import Access
 
@@ -311,7 +303,7 @@ def test_callers_without_a_key_have_the_limits_of_their_address(tmp_path):
     run(tmp_path / "keys.yaml", test)
 
 
-def test_a_key_that_only_another_process_knows_has_to_come_back(tmp_path):
+def test_a_key_that_is_gone_since_its_head_was_read_has_to_come_back(tmp_path):
     write(tmp_path / "keys.yaml", an_entry(requests_per_minute=5))
 
     async def test(ask, client, gateway, pools, file):
@@ -323,44 +315,37 @@ def test_a_key_that_only_another_process_knows_has_to_come_back(tmp_path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_two_carriers_count_together_exactly(tmp_path, stream):
+def test_who_asks_at_the_same_time_is_counted_exactly(tmp_path, stream):
     write(tmp_path / "keys.yaml", an_entry(requests_per_minute=7, tokens_per_minute=10_000))
-    access = Access(None, keys=KeyFile(tmp_path / "keys.yaml"))
-    access.open()
+    keys = KeyFile(tmp_path / "keys.yaml")
+    keys.open()
     sign = b"authorization: Bearer sk-ann\r\n"
 
-    async def test(site):
-        site.gateway.limits = RateLimits(access.limits_of, lambda: 10**18)
-        (endpoint,) = site.endpoints
+    async def test(port, gateway, endpoints):
+        gateway.limits = RateLimits(Access(None, keys=keys).limits_of, lambda: 10**18)
+        (endpoint,) = endpoints
         endpoint.pieces = [a_delta(content="a"), *END] if stream else [WHOLE]
         if stream:
             endpoint.headers, endpoint.framing = EVENTS, "chunked"
 
-        async def ask(port):
+        async def ask():
             async with RawCaller.to(port) as caller:
                 return await caller.ask(CHAT, STREAM if stream else BODY, sign)
 
-        answers = await asyncio.gather(*(ask(port) for port in site.ports * 6))
+        answers = await asyncio.gather(*(ask() for _ in range(12)))
         assert Counter(status for status, *_ in answers) == {200: 7, 429: 5}
         remaining = [headers[b"x-ratelimit-remaining-requests"] for _, headers, _ in answers]
         assert sorted(remaining) == sorted([b"0"] * 5 + [b"%d" % n for n in range(7)])
         refused = next(body for status, _, body in answers if status == 429)
         assert json.loads(refused)["error"]["code"] == "rate_limit_exceeded"
-        await until(lambda: not site.gateway.in_flight)
-        used = site.gateway.metrics.registry.get_sample_value
+        assert gateway.in_flight == 0
+        used = gateway.metrics.registry.get_sample_value
         tokens = [used(f"tokenyard_{one}_tokens_total", {"pool": "theirs"})
                   for one in ("prompt", "output")]  # fmt: skip
-        assert site.gateway.limits._by_key["ann"].tokens._used == sum(tokens) > 7
+        assert gateway.limits._by_key["ann"].tokens._used == sum(tokens) > 7
 
     async def inside():
-        async with asyncio.timeout(60), a_carried_site(access=access) as site:
-            await test(site)
+        async with asyncio.timeout(60), a_gateway_site(tokens=(None, None, False, keys)) as site:
+            await test(*site)
 
     asyncio.run(inside())
-
-
-def test_a_refusal_survives_the_wire():
-    over = OverLimit("no", 3, "insufficient_quota", "insufficient_quota", [(b"a", b"b c")])
-    for error in (Refused("no", 3, over), Draining("no"), Unanswerable("long", 413), Unserved("")):
-        read = read_refusal(write_refusal(error))
-        assert (type(read), vars(read), str(read)) == (type(error), vars(error), str(error))

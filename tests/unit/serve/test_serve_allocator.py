@@ -490,7 +490,8 @@ def gateway(tmp_path, monkeypatch):
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     options = app.GatewayOptions(state=tmp_path / "state.json", local_admin=True)
     cluster = app.find_cluster(options).model_copy(update={"pools": ()})
-    made = app.DeciderReplica(cluster, options, {})
+    monkeypatch.setattr(app, "hold_port", lambda host, port: None)
+    made = app.GatewayReplica(cluster, options, {})
     sys.setswitchinterval(interval)
     gc.set_threshold(*thresholds)
     made._allocator._pool = pool = InstantPool()
@@ -519,12 +520,15 @@ def test_a_gateway_that_ends_takes_no_plan_and_reshapes_no_pool_that_is_anothers
     answers, num_looks = [], []
 
     class Ending:
-        async def resign(self):
+        async def hand_over(self):
             """From here on another gateway decides."""
             num_looks.append(gateway._allocator._pool.num_looks)
             answers.append(await set_by_hand(gateway))
             await asyncio.sleep(0.05)
             num_looks.append(gateway._allocator._pool.num_looks)
+
+        def refuse(self):
+            pass
 
         async def stop(self):
             pass
@@ -533,7 +537,7 @@ def test_a_gateway_that_ends_takes_no_plan_and_reshapes_no_pool_that_is_anothers
         gateway._start()
         while not gateway._allocator.changes:
             await asyncio.sleep(0.001)
-        gateway._decider = Ending()
+        gateway._listener = Ending()
         await gateway.end()
 
     asyncio.run(run())

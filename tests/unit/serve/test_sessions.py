@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from unit.serve.test_serve_gateway import PROFILE, FakePool
 from unit.serve.test_serve_holding import a_site, num_held, until
 
-from serve_app.cluster import Cluster, SessionSettings
+from serve_app.cluster import SessionSettings
 from serve_app.engines.base import EngineStatus
 from serve_app.gateway import sessions
 from serve_app.gateway.replicas import Prompt, ReplicaTable
@@ -357,11 +357,3 @@ def test_callers_name_sessions_by_a_header_or_a_field(name):
 def test_a_rule_that_needs_what_no_gateway_knows_is_refused(rule, why):
     with pytest.raises(ValueError, match=why):
         SessionSettings(rule=rule)
-
-
-def test_sessions_are_not_for_several_carriers():
-    fields = {"name": "c", "description": "c", "served_model": "m", "sessions": {}}
-    pool = {"name": "p", "kind": "external", "model": "m", "endpoints": ["http://127.0.0.1:1"]}
-    Cluster.model_validate(fields | {"pools": [pool]})
-    with pytest.raises(ValueError, match="one carrier"):
-        Cluster.model_validate(fields | {"pools": [pool], "gateway": {"carriers": 2}})

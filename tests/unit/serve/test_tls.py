@@ -14,10 +14,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from unit.serve.test_bytes_through import END, a_delta
+from unit.serve.test_bytes_through import CHAT, END, EVENTS, STREAM, a_delta, a_site
 from unit.serve.test_keys import too_many_open_files
-from unit.serve.test_serve_carriers import EVENTS, STREAM
-from unit.serve.test_serve_carriers import a_site as a_carried_site
 from unit.serve.test_serve_gateway import a_cluster
 
 from pipelines.deploy import _gateway_answers
@@ -259,23 +257,19 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(tmp_path):
         a_cluster(gateway={"tls": {"certificate": "tls.crt", "key": "/tls.key"}})
 
 
-def test_carriers_speak_tls_too_and_tokens_come_one_by_one(tmp_path):
+def test_tokens_come_one_by_one_through_tls(tmp_path):
     files = make(tmp_path, 1)
     tls = files.model_dump(mode="json")
 
-    async def inside():
-        async with asyncio.timeout(60), a_carried_site(gateway={"tls": tls}) as site:
-            (endpoint,) = site.endpoints
+    async def test():
+        async with a_site(gateway={"tls": tls}) as (port, _, (endpoint,)):
             endpoint.pieces = [a_delta(content="a"), a_delta(content="b"), *END]
             endpoint.headers, endpoint.framing, endpoint.gap_s = EVENTS, "chunked", 0.05
             async with httpx.AsyncClient(verify=trusting(files)) as client:
-                for port in site.ports:
-                    url = f"https://127.0.0.1:{port}"
-                    call = client.stream("POST", f"{url}/v1/chat/completions", content=STREAM)
-                    async with call as answer:
-                        pieces = [one async for one in answer.aiter_raw()]
-                    assert b"".join(pieces) == b"".join(endpoint.pieces)
-                    assert len(pieces) > 1
-                    assert (await client.get(f"{url}/v1/policy")).status_code == 200
+                url = f"https://127.0.0.1:{port}{CHAT.decode()}"
+                async with client.stream("POST", url, content=STREAM) as answer:
+                    pieces = [one async for one in answer.aiter_raw()]
+            assert b"".join(pieces) == b"".join(endpoint.pieces)
+            assert len(pieces) > 1
 
-    asyncio.run(inside())
+    run(test)

@@ -1,4 +1,4 @@
-"""Spans of requests, with one carrier and two, and traces that are only handed on."""
+"""Spans of requests, and traces that are only handed on."""
 
 import asyncio
 import json
@@ -6,20 +6,16 @@ import json
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from unit.raw_endpoint import RawCaller
-from unit.serve.test_bytes_through import CHAT, END, WHOLE, a_delta
+from unit.serve.test_bytes_through import BODY, CHAT, END, EVENTS, STREAM, WHOLE, a_delta
 from unit.serve.test_bytes_through import a_site as a_gateway_site
 from unit.serve.test_models import a_site as a_site_of_models
 from unit.serve.test_models import ask as ask_for
 from unit.serve.test_models import external
-from unit.serve.test_serve_carriers import BODY, EVENTS, STREAM, until
-from unit.serve.test_serve_carriers import a_site as a_carried_site
 from unit.serve.test_serve_gateway import cluster_of
 from unit.stub_endpoint import stubs
 
-from serve_app.gateway.carrier_wire import read_place, write_place
 from serve_app.gateway.tracing import Tracing, tracing_of
 from tokenyard.routing.artifact import rule_for
-from tokenyard.routing.types import OrderKey
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 NAMED = f"traceparent: 00-{TRACE}-{PARENT}-01\r\ntracestate: a=b\r\n".encode()
@@ -147,30 +143,6 @@ def test_a_trace_is_begun_where_the_caller_names_none_and_ends_with_the_reason(t
     run(test)
 
 
-def test_carriers_hand_the_deciders_span_on(traced):
-    tracing, exporter = traced
-
-    async def test():
-        async with a_carried_site() as site:
-            site.gateway.tracing = tracing
-            for carrier in site.carriers:
-                carrier.alone.tracing = tracing
-            (endpoint,) = site.endpoints
-            streams(endpoint)
-            for port in site.ports:
-                assert (await ask(port, STREAM, NAMED))[0] == 200
-            await until(lambda: not site.gateway.in_flight)
-            sent = [headers for _, headers, _ in endpoint.asked]
-        spans = spans_of(tracing, exporter)
-        ids = [f"00-{TRACE}-{one.context.span_id:016x}-01".encode() for one in spans]
-        assert sorted(one[b"traceparent"] for one in sent) == sorted(ids)
-        assert len(set(ids)) == 2
-        assert all(f"{one.parent.span_id:016x}" == PARENT for one in spans)
-        assert all(one.attributes["gen_ai.usage.output_tokens"] == 2 for one in spans)
-
-    run(test)
-
-
 def test_the_environment_says_whether_and_where_to():
     assert tracing_of({}) is None
     assert tracing_of({"OTEL_TRACES_EXPORTER": "none"}) is None
@@ -180,13 +152,6 @@ def test_the_environment_says_whether_and_where_to():
     console.close()
     with pytest.raises(ValueError, match=r"'other' is not installed; .*tokenyard\[tracing\]"):
         tracing_of({"OTEL_TRACES_EXPORTER": "other"})
-
-
-@pytest.mark.parametrize("trace", [b"", b"traceparent: 00-a-b-01\r\n"])
-@pytest.mark.parametrize("headers", [[], [(b"a", b"b c"), (b"d", b"")]])
-def test_a_place_survives_the_wire(trace, headers):
-    told = ("pool", "http://a:1", OrderKey(1.25), headers, trace)
-    assert read_place(write_place(*told)) == told
 
 
 def test_what_a_sampler_leaves_out_is_not_told_but_handed_on(monkeypatch):
