@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _PRIORITY, _RST_STREAM, _SETTINGS = 0, 1, 2, 3, 4
-_PUSH_PROMISE, _PING, _GOAWAY, _WINDOW_UPDATE, _CONTINUATION = 5, 6, 7, 8, 9
+_PUSH, _PING, _GOAWAY, _WINDOW_UPDATE, _CONTINUATION = 5, 6, 7, 8, 9
 _END_STREAM, _END_HEADERS, _PADDED, _HAS_PRIORITY, _ACK = 1, 4, 8, 32, 1
 _MAX_CONCURRENT_STREAMS, _INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 3, 4, 5
 _PROTOCOL_ERROR, _FLOW_CONTROL_ERROR, _FRAME_SIZE_ERROR = 1, 3, 6
@@ -249,8 +249,8 @@ class Http2Protocol(asyncio.Protocol):
             if len(payload) != 8:
                 raise _Broken(_FRAME_SIZE_ERROR, "a ping has eight bytes")
             self.write_frame(_PING, _ACK, 0, payload)
-        elif kind == _PUSH_PROMISE:
-            raise _Broken(_PROTOCOL_ERROR, "a client promises nothing")
+        elif kind == _PUSH:
+            raise _Broken(_PROTOCOL_ERROR, "a client pushes nothing")
 
     def _take_settings(self, payload: bytes) -> None:
         if len(payload) % 6:

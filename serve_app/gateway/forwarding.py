@@ -126,7 +126,7 @@ class Forwarder:
         except UpstreamError as error:
             raise ReplicaFailed(f"{self.which} {error}") from None
         except ErrorEvent as error:
-            raise failure_of_event(self.which, error) from None
+            raise self._failure_of(error) from None
         finally:
             timer.stop()
             if connection is not None:
@@ -137,9 +137,15 @@ class Forwarder:
         text = bytearray()
         while len(text) <= _MAX_HELD_BYTES and (piece := await connection.read()):
             text += piece
-        return failure_of(
-            self.which, connection.status, _handed_back(connection.headers), bytes(text)
-        )
+        return self._refusal(connection, bytes(text))
+
+    def _failure_of(self, error: ErrorEvent) -> ReplicaFailed | RequestRejected:
+        """Return the failure that an error at the end of a begun answer means."""
+        return failure_of_event(self.which, error)
+
+    def _refusal(self, connection: Connection, text: bytes) -> ReplicaFailed | RequestRejected:
+        """Return the failure that an error status means."""
+        return failure_of(self.which, connection.status, _handed_back(connection.headers), text)
 
     async def _hand_on_whole(
         self, connection: Connection, attempt: Attempt, timer: ResponseTimer

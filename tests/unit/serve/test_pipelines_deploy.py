@@ -10,6 +10,7 @@ import ray
 from scripts import refusal
 
 from pipelines import deploy
+from serve_app import process
 from serve_app.http.decide_schema import RouteMessage
 from serve_app.http.free_port import free_port
 
@@ -115,10 +116,10 @@ def test_a_process_whose_event_loop_hangs_ends_with_an_error(monkeypatch, capsys
     def leave(status):
         raise SystemExit(status)
 
-    monkeypatch.setattr(deploy, "_BEAT_EVERY_S", 0.0)
-    monkeypatch.setattr(deploy, "_BEAT_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(deploy.os, "_exit", leave)
+    monkeypatch.setattr(process, "_BEAT_EVERY_S", 0.0)
+    monkeypatch.setattr(process, "_BEAT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(process.os, "_exit", leave)
     with pytest.raises(SystemExit, match="1"):
-        deploy._watch(Loop())
+        process.watch(Loop())
     assert next(beats, None) is None
     assert "the event loop hangs" in capsys.readouterr().err
