@@ -247,7 +247,7 @@ class Http2Protocol(asyncio.Protocol):
         if unsent or stream.held:
             self._allow_stream(stream)
             self._hold(stream)
-        if stream.ended is not None and not unsent and number in self.streams:
+        if stream.ended is not None and not unsent:
             self.write_frame(frames.HEADERS, _END, number, stream.ended)
             if not stream.is_half_closed:
                 self._reset(number, frames.NO_ERROR)
