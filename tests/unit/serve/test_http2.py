@@ -8,6 +8,7 @@ from struct import Struct
 
 import grpc
 import pytest
+from hpack import Decoder
 from unit.serve.test_tls import make
 
 from serve_app.ext_proc import http2
@@ -526,5 +527,46 @@ def test_what_breaks_the_protocol_ends_the_connection(sent, code):
             writer.write(sent if sent[:3] in (b"PRI", b"GET") else PREFACE + SETTINGS + sent)
             assert await goaway_code(reader) == code
             assert not site.connections
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind", "payload"),
+    [
+        (frame(1, 4, 1, b"\x83\x86"), 3, b"\0\0\0\x01"),  # No path.
+        (frame(1, 4, 1, b"\x83\x86\x84"), 1, b"\x20\x08\x03415"),  # Not gRPC's content.
+        (a_head(1) + a_head(3) + a_head(5), 3, b"\0\0\0\x07"),  # More than may be.
+        (a_head(1) + frame(3, 0, 1, bytes(4)) + frame(0, 0, 1), 3, b"\0\0\0\x05"),
+        (a_head(1) + frame(3, 0, 1, bytes(4)) + frame(1, 5, 1), 3, b"\0\0\0\x05"),
+    ],
+    ids="no_path no_grpc too_many late_data late_trailers".split(),
+)
+def test_a_fault_of_one_stream_leaves_the_others(sent, kind, payload):
+    async def test():
+        async with a_site(max_streams=2) as site, a_stranger(site) as (reader, writer):
+            writer.write(PREFACE + SETTINGS + sent)
+            assert (await frames_until(reader, kind))[2] == payload
+            writer.write(frame(6, payload=b"are you?"))
+            assert await frames_until(reader, 6) == (1, 0, b"are you?")
+
+    run(test)
+
+
+def test_a_client_without_a_table_for_heads_reads_them():
+    decoder = Decoder()
+    decoder.max_allowed_table_size = 0
+
+    async def test():
+        async with a_site() as site, a_stranger(site) as (reader, writer):
+            writer.write(PREFACE + frame(4, 0, 0, b"\0\1\0\0\0\0"))
+            for number in (1, 3):
+                writer.write(a_head(number, b"/test/echo") + frame(0, 1, number, bytes(5)))
+                _, _, head = await frames_until(reader, 1)
+                assert decoder.decode(head) == [
+                    (":status", "200"), ("content-type", "application/grpc"),
+                ]  # fmt: skip
+                _, _, trailers = await frames_until(reader, 1)
+                assert decoder.decode(trailers) == [("grpc-status", "0")]
 
     run(test)
