@@ -570,3 +570,25 @@ def test_a_client_without_a_table_for_heads_reads_them():
                 assert decoder.decode(trailers) == [("grpc-status", "0")]
 
     run(test)
+
+
+@pytest.mark.parametrize("reads_on", [False, True])
+def test_who_leaves_what_it_is_sent_may_send_no_more_until_it_reads_on(reads_on):
+    async def test():
+        async with a_site() as site, a_stranger(site) as (reader, writer):
+            writer.write(PREFACE + frame(4, 0, 0, b"\0\4\0\0\0\0") + a_head(1, b"/test/echo"))
+            message = frame(0, 0, 1, b"\0\0\0\x3f\xfb" + bytes((1 << 14) - 5))
+            writer.write(frame(8, 0, 0, b"\0\x80\0\0") + message * 80)
+            num_allowed = 1 << 20
+            while num_allowed < 80 << 14:
+                _, number, by = await frames_until(reader, 8)
+                num_allowed += int.from_bytes(by, "big") * (number == 1)
+            if reads_on:
+                writer.write(frame(8, 0, 1, b"\0\x80\0\0"))
+                assert (await frames_until(reader, 8))[1] == 1
+            writer.write(message * 70)
+            kind = 8 if reads_on else 7
+            _, number, payload = await frames_until(reader, kind)
+            assert number == 1 if reads_on else payload[4:] == b"\0\0\0\3"
+
+    run(test)
