@@ -9,7 +9,7 @@ from hpack import Decoder, HPACKError
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = 0, 1, 2, 3, 4
-PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 5, 6, 7, 8, 9
+PUSH, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 5, 6, 7, 8, 9
 END_STREAM, END_HEADERS, PADDED, HAS_PRIORITY, ACK = 1, 4, 8, 32, 1
 ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE = 2, 3, 4
 MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 5, 6
@@ -89,7 +89,7 @@ class FrameReader:
             raise BrokenProtocol(PROTOCOL_ERROR, "a frame is on a stream that is not for its kind")
         if kind == WINDOW_UPDATE and not int.from_bytes(payload, "big") & MAX_WINDOW:
             raise BrokenProtocol(PROTOCOL_ERROR, "a window grows by nothing")
-        if kind == PUSH_PROMISE:
+        if kind == PUSH:
             raise BrokenProtocol(PROTOCOL_ERROR, "a client pushes")
 
     def _join(

@@ -12,7 +12,7 @@ from serve_app.ext_proc import http2
 from serve_app.ext_proc.frames import LONGEST_FRAME, MAX_HEADER_BYTES, PREFACE
 from serve_app.ext_proc.http2 import Http2Protocol
 
-DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY = range(8)
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH, PING, GOAWAY = range(8)
 WINDOW_UPDATE, CONTINUATION = 8, 9
 END_STREAM, END_HEADERS, PADDED, HAS_PRIORITY = 1, 4, 8, 32
 MAX_WINDOW = (1 << 31) - 1
