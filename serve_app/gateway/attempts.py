@@ -94,9 +94,13 @@ class Attempts:
                     logger.warning(
                         "request %s, attempt %d at %s: %s", request_id, number, replica_id, error
                     )
-                if answer.num_tokens or answer.downstream.begun:
+                has_begun, is_proxys = answer.downstream.begun, answer.request.sender is not None
+                if is_proxys and has_begun and not answer.num_tokens:
+                    raise self._refusal(answer, [error]) from None  # Its caller gets the error.
+                if answer.num_tokens or has_begun:
                     raise Unserved(f"{error}, after {answer.num_tokens} tokens") from None
-                num_failed += not isinstance(error, ReplicaFull | ReplicaLacks)
+                # A proxy has tries of its own.
+                num_failed += not is_proxys and not isinstance(error, ReplicaFull | ReplicaLacks)
                 number += 1
         if len(answer.suspects) == 1:
             # Where several failed it, the request may be at fault.
@@ -138,8 +142,12 @@ class Attempts:
                 await asyncio.sleep(0.05)
 
     def _may_get_replica(self, answer: Answer) -> bool:
-        """Whether there is no replica for the request, but a pool that could have one."""
-        if self._has_replica(answer):
+        """Whether there is no replica for the request, but a pool that could have one.
+
+        Where a proxy allows some replicas only, these are known.
+        """
+        sender = answer.request.sender
+        if self._has_replica(answer) or (sender is not None and sender.allowed is not None):
             return False
         return any(answer.fits(backend) for backend in self.backends.values())
 

@@ -143,6 +143,8 @@ class Sender(Protocol):
 
     allowed: Collection[str] | None
     """The replicas that the request may go to; None: all."""
+    serves: str | None
+    """The replica that answers it already, in place of the one that was picked; None: none does."""
 
     async def answer(self, backend: Backend, attempt: Attempt, replica_ids: Sequence[str]) -> None:
         """Have a replica answer a request: see `Backend.answer`.
