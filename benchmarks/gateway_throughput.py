@@ -6,7 +6,8 @@ Four servers take turns in short blocks: the stub alone, a thin Ray Serve applic
 by itself, the gateway before the stub, and the gateway before a pool of its own, whose engine
 computes nothing. Gateways have decision log, metrics, exploration and scraping. CPU time is that of
 all of a server's processes, Ray's and the engines' included, less what they take while nobody asks;
-the client's and the stub's are not counted, and both give way to the servers (`nice`). Latency is
+the client's and the stub's are not counted, and both give way to the servers (`nice`). `--envoy`
+adds Envoy alone and Envoy with the picker, as docs/envoy.md has them. Latency is
 compared with the stub's in the same turn. With `--starts 3` the gateway before two of the stub's
 ports is started, asked once and stopped three times, and nothing else is measured.
 """
@@ -18,6 +19,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -111,6 +113,9 @@ class Args:
     litellm: Path | None = None
     """Environment of LiteLLM's proxy (`make rivals`: .rivals/litellm), which takes turns before the
     stub's ports."""
+    envoy: Path | None = None
+    """Environment of Envoy (`make plugs`: .plugs/envoy), which takes turns before two of the stub's
+    ports: alone, by its least request, and with the picker, whose answers it shows."""
     before: Path | None = None
     """Another checkout, whose gateways take turns with those of this one."""
     starts: int = 0
@@ -452,6 +457,42 @@ def litellm(environment: Path, ports: list[int]) -> Iterator[Server]:
                 process.terminate()
 
 
+@contextlib.contextmanager
+def behind_envoy(environment: Path, ports: list[int], picks: bool) -> Iterator[Server]:
+    """Yield the Envoy of docs/envoy.md before two of the stub's ports, with the picker or alone."""
+    port, grpc_port, http_port = free_port(), free_port(), free_port()
+    page = (ROOT / "docs" / "envoy.md").read_text(encoding="utf-8")
+    config = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
+    if not picks:
+        [listener] = config["static_resources"]["listeners"]
+        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+        manager["http_filters"] = manager["http_filters"][-1:]
+    moved = {8001: ports[0], 8002: ports[1], 8080: port, 9002: grpc_port}
+    text = re.sub("8001|8002|8080|9002", lambda at: str(moved[int(at[0])]), yaml.safe_dump(config))
+    cluster = {"name": "b", "description": "b", "served_model": "m"}
+    cluster["pools"] = [external_pool(ports[:2])]
+    picker = (
+        f"{sys.executable} {ROOT}/pipelines/epp.py --cluster cluster.yaml --port {grpc_port} "
+        f"--http-port {http_port} --decision-log log &"
+    )
+    script = f"{picker * picks} PYTHONPATH= {environment.absolute()}/bin/envoy --concurrency 1 "
+    script += "--disable-hot-restart --log-level error --config-path envoy.yaml & wait"
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+        (Path(folder) / "envoy.yaml").write_text(text)
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(["bash", "-c", script], env=env, cwd=folder) as process:
+            try:
+                for url in [f"http://127.0.0.1:{http_port}/healthz"] * picks:
+                    wait_for(url, process)
+                wait_for(f"http://127.0.0.1:{port}/metrics", process)
+                name = "Envoy, picker" if picks else "Envoy"
+                yield Server(name, port, psutil.Process(process.pid))
+            finally:
+                for child in psutil.Process(process.pid).children():
+                    child.terminate()
+
+
 def wait_for(url: str, process: subprocess.Popen[Any]) -> None:
     """Return once something answers there."""
     until_s = time.monotonic() + _START_S
@@ -569,6 +610,9 @@ def main(args: Args) -> None:
         servers = [alone, *(stack.enter_context(others[name]()) for name in args.servers)]
         if args.litellm is not None:
             servers.append(stack.enter_context(litellm(args.litellm, ports)))
+        for picks in (False, True) if args.envoy is not None else ():
+            assert args.envoy is not None
+            servers.append(stack.enter_context(behind_envoy(args.envoy, ports, picks)))
         if args.before is not None:
             pools = {"endpoints": external_pool(ports), "own": own_pool()}
             for name in pools.keys() & args.servers:

@@ -253,6 +253,8 @@ class GatewayReplica:
     def _start(self) -> None:
         """Start the background tasks."""
         self._gateway.manager.start()
+        if self._gateway.peers is not None:
+            self._gateway.peers.start()
         if self._access.keys is not None:
             self._watching = asyncio.create_task(self._access.keys.watch(self._note_keys))
         for pool in self._pools.values():
@@ -277,6 +279,8 @@ class GatewayReplica:
         for pool in self._pools.values():
             await pool.stop()
         self._gateway.manager.stop()
+        if self._gateway.peers is not None:
+            self._gateway.peers.stop()
         if self._gateway.log is not None:
             self._gateway.log.close()
         if self._audit_log is not None:

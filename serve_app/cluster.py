@@ -390,6 +390,15 @@ class Cors(FrozenModel):
     origins: Annotated[tuple[str, ...], Field(min_length=1)]
 
 
+class PeerSettings(FrozenModel):
+    """Other gateways and pickers before the same replicas: see `serve_app.gateway.peers`."""
+
+    listen: Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$")]
+    """Where this one tells what it sends, as ZeroMQ names addresses: `tcp://0.0.0.0:9005`."""
+    connect: tuple[Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$")], ...]
+    """Where the others do: `tcp://10.0.0.2:9005`. Its own address among them does no harm."""
+
+
 class GatewaySettings(FrozenModel):
     """Place, files and routes of the gateway."""
 
@@ -410,6 +419,8 @@ class GatewaySettings(FrozenModel):
     """More paths that are handed on to endpoints; `/v1/files/` stands for all that begin so."""
     cors: Cors | None = None
     """None: browsers keep pages of other sites from asking."""
+    peers: PeerSettings | None = None
+    """None: it knows of others' requests only what replicas publish."""
     sse_keep_alive_interval_s: Annotated[float, Field(gt=0)] | None = None
     """Time between comments that whoever waits for a stream to begin is sent, so that no proxy
     between takes the connection for dead. With the first one the status is 200, and what goes wrong
@@ -472,6 +483,8 @@ class Cluster(FrozenModel):
             raise ValueError("give at least one pool, or an allocation")
         if has_one and self.decide_only:
             raise ValueError("decide_only serves no pools; leave one of both out")
+        if self.gateway.peers is not None and self.sessions is not None:
+            raise ValueError("sessions are held by one gateway: it has no peers")
         return self
 
     @model_validator(mode="after")

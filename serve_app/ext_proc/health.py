@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from serve_app.ext_proc.http2 import NOT_FOUND, Stream
+from serve_app.ext_proc.http2 import INTERNAL, NOT_FOUND, Stream
 from serve_app.ext_proc.protocol import (
     NOT_SERVING,
     SERVICE_UNKNOWN,
@@ -46,6 +46,10 @@ class Health:
             self._watching[asked] = state
         asked.answer(state)
 
+    def tells(self, asked: _Asked) -> bool:
+        """Whether someone is told of changes."""
+        return asked in self._watching
+
     def drop(self, asked: _Asked) -> None:
         """Forget who has left."""
         self._watching.pop(asked, None)
@@ -78,5 +82,7 @@ class _Asked:
             self._stream.end()
 
     def close(self) -> None:
-        if not self.goes_on or not self._stream.is_half_closed:
-            self._health.drop(self)
+        if self._stream.is_open and self._health.tells(self):
+            return
+        self._health.drop(self)
+        self._stream.end(INTERNAL)  # Nothing was asked.

@@ -268,6 +268,8 @@ class ReplicaAttempt:
         answer, attempts, replica = self._answer, self._attempts, self._replica
         if (num_tokens or is_whole) and not answer.num_tokens:
             attempts.placement.availability.begin(answer, replica, self.sent_s)
+            if attempts.placement.peers is not None:
+                attempts.placement.peers.begin(answer.request.request_id)
             if answer.suspects:
                 attempts.blame_suspects(answer)
             if not is_whole:

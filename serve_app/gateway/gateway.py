@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,7 @@ from serve_app.gateway.history import History
 from serve_app.gateway.holding import Holding
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.outliers import OutlierDetector
+from serve_app.gateway.peers import KEY_VARIABLE, Peers
 from serve_app.gateway.placement import Placement
 from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
 from serve_app.gateway.replicas import Prompt, ReplicaTable
@@ -78,9 +80,13 @@ class Gateway:
             share_of = self.cluster.tenant_share if self.cluster.tenants else None
             self.sessions = SessionGate(make_rule(settings.rule), self.table, share_of)
             queue = queue or QueueSettings()
+        self.peers = None
+        if (named := self.cluster.gateway.peers) is not None:
+            self.peers = Peers(named, os.environ.get(KEY_VARIABLE), self.table, self.clock_s)
         self._placement = Placement(
             self.cluster, self.manager.picker, self.backends, self.table, self.history,
-            self.outliers, self.metrics, self.answer_lengths, self.sessions, self.clock_s,
+            self.outliers, self.metrics, self.answer_lengths, self.sessions, self.peers,
+            self.clock_s,
         )  # fmt: skip
         self.holding = None
         if queue is not None:
@@ -248,6 +254,8 @@ class Gateway:
         if self.sessions is not None:
             for state, num in self.sessions.num_sessions().items():
                 metrics.sessions.labels(state).set(num)
+        if self.peers is not None:
+            metrics.peers.set(self.peers.num_heard)
         if self.log is not None:
             metrics.log_lines_lost.set(self.log.num_lost)
 

@@ -63,6 +63,7 @@ class Metrics:
     tenant_output_tokens: Annotated[Counter, "Tokens generated for tenants with keys.", _TENANT]
     tenant_refused: Annotated[Counter, "Requests of tenants with keys that were refused.", _TENANT]
     scrape_failures: Annotated[Counter, "Scrapes of an endpoint's metrics that failed.", _POOL]
+    peers: Annotated[Gauge, "Other gateways and pickers that were heard lately.", _NONE]
     in_flight: Annotated[Gauge, "Requests sent and not finished.", _POOL]
     waiting: Annotated[Gauge, "Requests that wait, as the pool's replicas publish it.", _POOL]
     running: Annotated[Gauge, "Requests that run, as the pool's replicas publish it.", _POOL]

@@ -24,6 +24,7 @@ from serve_app.gateway.history import History
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.order import bounded_key
 from serve_app.gateway.outliers import OutlierDetector
+from serve_app.gateway.peers import Peers
 from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
 from serve_app.gateway.sessions import SessionGate
 from serve_app.policy.picker import ReplicaPicker
@@ -58,6 +59,7 @@ class Placement:
         metrics: Metrics,
         answer_lengths: AnswerLengths,
         sessions: SessionGate | None,
+        peers: Peers | None,
         clock_s: Callable[[], float],
     ) -> None:
         self.availability = Availability(cluster, backends, table, outliers, metrics)
@@ -67,7 +69,7 @@ class Placement:
         self._picker, self._backends, self._table = picker, backends, table
         self._history, self._metrics = history, metrics
         self._answer_lengths, self._sessions = answer_lengths, sessions
-        self._clock_s = clock_s
+        self.peers, self._clock_s = peers, clock_s
         self._ray: Any = None  # `serve_app.gateway.ray_default.RayDefault`, once it was asked.
         self._sent = SentQueues()
         """Requests that may wait at each replica, while the deciding policy looks at them."""
@@ -179,6 +181,8 @@ class Placement:
     def finish(self, pick: Pick, answer: Answer, now_s: float, response_s: float | None) -> None:
         """Record the end of an attempt; `response_s` is None where it was not completed."""
         pick.replica.in_flight.close(answer.request.request_id, now_s, response_s)
+        if self.peers is not None:
+            self.peers.close(answer.request.request_id)
         if self._sessions is not None and answer.turn is not None:
             num_tokens = None if response_s is None else answer.num_tokens
             self._sessions.end(answer.turn, now_s, num_tokens)
@@ -259,6 +263,8 @@ class Placement:
         output_tokens = choice.request.predicted_total_tokens - context
         request_id, now_s = answer.request.request_id, pick.time_s
         replica.send(request_id, answer.prompt, match_tokens, output_tokens, now_s)
+        if self.peers is not None:
+            self.peers.send(replica, request_id, answer.prompt, match_tokens, output_tokens)
         if self._sessions is not None and answer.turn is not None:
             self._sessions.start(answer.turn, replica, match_tokens)
         if self._picker.sees_queues:

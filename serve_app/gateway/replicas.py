@@ -70,6 +70,8 @@ class _Sent:
     """Names of the prompt's whole blocks in the prefix cache, shape (num_blocks,)."""
     context_tokens: float
     """Of the prompt, those that are cached included."""
+    is_ours: bool = True
+    """Whether this router has sent it, and sees all of its tokens."""
     num_generated: int = 0
 
 
@@ -127,12 +129,14 @@ class InFlight:
         prompt_tokens: int = 0,
         blocks: IntArray = _NO_BLOCKS,
         context_tokens: float = 0.0,
+        is_ours: bool = True,
     ) -> None:
-        """Add a request that is on its way."""
+        """Add a request that is on its way, of this router's or of a peer's."""
         self._requests[request_id] = _Sent(
-            assumed_prefill_tokens, predicted_output_tokens, prompt_tokens, blocks, context_tokens
-        )
-        if self.meter is not None:
+            assumed_prefill_tokens, predicted_output_tokens, prompt_tokens, blocks, context_tokens,
+            is_ours,
+        )  # fmt: skip
+        if is_ours and self.meter is not None:
             self.meter.send(request_id, assumed_prefill_tokens)
         self._prefill_tokens += assumed_prefill_tokens
         self._output_tokens += predicted_output_tokens
@@ -143,7 +147,7 @@ class InFlight:
         request = self._requests.get(request_id)
         if request is None or num_generated <= request.num_generated:
             return
-        if (meter := self.meter) is not None:
+        if (meter := self.meter) is not None and request.is_ours:
             computed, context = request.assumed_prefill_tokens, request.context_tokens
             if is_whole:
                 meter.receive_whole(request_id, num_generated, computed, context)
@@ -165,7 +169,7 @@ class InFlight:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        if self.meter is not None:
+        if self.meter is not None and request.is_ours:
             self.meter.end(request_id)
         self._output_tokens -= request.predicted_output_tokens
         self._generated_tokens -= request.num_generated
@@ -327,6 +331,18 @@ class ReplicaState:
         )  # fmt: skip
         self.last_sent_s = now_s
         self._row[columns.STATE_LAST_SENT_S] = now_s
+        if self.block_tokens:
+            self._prefixes.send(blocks, self.row, self._capacity)
+
+    def count_peers(
+        self, request_id: str, num_tokens: int, num_ids: int, match_tokens: int,
+        output_tokens: float, blocks: IntArray, now_s: float,
+    ) -> None:  # fmt: skip
+        """Add a request that a peer has sent: of so many tokens, named by so many ids."""
+        self.in_flight.send(
+            request_id, float(num_tokens - match_tokens), output_tokens, now_s, num_ids, blocks,
+            num_tokens, is_ours=False,
+        )  # fmt: skip
         if self.block_tokens:
             self._prefixes.send(blocks, self.row, self._capacity)
 

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.gateway.gateway import Gateway
-from serve_app.http import admin, decide, errors, openai, pools
+from serve_app.http import admin, decide, errors, openai, picks, pools
 from serve_app.http.auth import Access
 from serve_app.http.data_path import DataPath, Tokenizers
 from serve_app.http.docs_page import documentation
@@ -56,6 +56,7 @@ def create_gateway_api(gateway: Gateway, tokenizers: Tokenizers, access: Access)
         intake = Intake(access, bodies, errors.refuse)
         path = DataPath(gateway, tokenizers, intake, errors.refuse)
         api.data_path = with_cors(path, gateway.cluster.gateway.cors)
+        api.include_router(picks.make_router(path))
     for router in _routers(gateway, access):
         api.include_router(router)
         for own in router.routes:

@@ -30,6 +30,8 @@ OPENAI_PATHS = frozenset(
 )  # fmt: skip
 """Routes of OpenAI, Anthropic and vLLM that replicas answer, to POST alone."""
 _OTHER_PATHS = frozenset(("/version", "/ping"))
+PICKS = "/v1/picks"
+"""Its bodies are those of routes that replicas answer."""
 _NEEDS_TOKEN = "/v1"
 _BODILESS = ("GET", "HEAD", "OPTIONS")
 _CODECS = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "gzip", "zstd": "zstd", "br": "brotli"}
@@ -196,7 +198,8 @@ class Intake:
         if generates or path.startswith(_NEEDS_TOKEN):
             caller = self._access.check_use(HTTPConnection(scope), generates)
         length = headers.get(b"content-length", b"")
-        max_bytes = self._bodies.max_openai_bytes if generates else MAX_BODY_BYTES
+        takes_prompts = generates or path == PICKS
+        max_bytes = self._bodies.max_openai_bytes if takes_prompts else MAX_BODY_BYTES
         _check_size(int(length) if length.isdigit() else 0, max_bytes)
         if b"content-encoding" not in headers:
             return caller, max_bytes, []

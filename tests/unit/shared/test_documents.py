@@ -70,7 +70,7 @@ def test_the_commands_of_the_readme_exist():
     options = {"arena": {"--sealed-seed", "--entry"}, "serve": {"--cluster", "--policy"}}
     options["train"] = {"--fleet", "--trace", "--out"}
     options["compare"] = {"--fleet", "--trace", "--now", "--html"}
-    options["autopilot"] = set()
+    options["autopilot"] = options["epp"] = set()
     for verb, line in re.findall(r"(?:^|`)tokenyard (\w+)([^`#]*)", README, re.MULTILINE):
         assert set(re.findall(r"--[\w-]+", line)) <= options[verb]
 
