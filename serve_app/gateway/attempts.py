@@ -94,13 +94,15 @@ class Attempts:
                     logger.warning(
                         "request %s, attempt %d at %s: %s", request_id, number, replica_id, error
                     )
-                has_begun, is_proxys = answer.downstream.begun, answer.request.sender is not None
-                if is_proxys and has_begun and not answer.num_tokens:
+                sender, has_begun = answer.request.sender, answer.downstream.begun
+                if sender is not None and has_begun and not answer.num_tokens:
                     raise self._refusal(answer, [error]) from None  # Its caller gets the error.
                 if answer.num_tokens or has_begun:
                     raise Unserved(f"{error}, after {answer.num_tokens} tokens") from None
-                # A proxy has tries of its own.
-                num_failed += not is_proxys and not isinstance(error, ReplicaFull | ReplicaLacks)
+                # Another that answers already is no retry.
+                is_served = sender is not None and sender.serves is not None
+                is_failure = not isinstance(error, ReplicaFull | ReplicaLacks)
+                num_failed += is_failure and not is_served
                 number += 1
         if len(answer.suspects) == 1:
             # Where several failed it, the request may be at fault.

@@ -20,9 +20,9 @@ from serve_app.engines.base import FinishReason
 from serve_app.gateway.exchange import Attempt, Backend
 from serve_app.gateway.generation import Headers, ReplicaFailed, ReplicaUnreachable
 from serve_app.http.body import Body
-from serve_app.http.data_path import SENDER, DataPath
+from serve_app.http.data_path import DataPath
 from serve_app.http.errors import PROBLEMS
-from serve_app.http.intake import PICKS
+from serve_app.http.intake import PICKS, SENDER
 from serve_app.http.reasons import BadRequest
 
 _MOST_REPLICAS = 3
@@ -48,6 +48,7 @@ class Pick:
     """
 
     allowed: Collection[str] | None = None
+    serves: str | None = None
 
     def __init__(self, lease_s: float, on_end: Callable[[], object]) -> None:
         self.begun = False
