@@ -179,9 +179,8 @@ class Delivery:
 
     def _settle(self, error: Exception | None) -> None:
         """End the attempt."""
+        assert self._end is not None
         self._reader = None
-        if self._end is None or self._end.done():
-            return
         if error is None:
             self._end.set_result(None)
         else:

@@ -226,6 +226,7 @@ class Picking:
             placed += messages.pieces("request_body", handed_back, is_end=not self._has_trailers)
         if self._has_trailers:
             placed.append(messages.GO_ON["request_trailers"])
+        self._body.clear()  # It may be long, and so may be the answer.
         self._stream.send(*placed)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Query, Request
@@ -47,7 +47,7 @@ class Pick:
     It is a `Downstream` and a `Sender` of `serve_app.gateway.exchange`.
     """
 
-    allowed: Collection[str] | None = None
+    allowed: frozenset[str] | None = None
     serves: str | None = None
 
     def __init__(self, lease_s: float, on_end: Callable[[], object]) -> None:

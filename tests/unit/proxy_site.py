@@ -282,7 +282,7 @@ async def turns(number=10):
 
 @asynccontextmanager
 async def a_proxy_site(
-    folder=None, places=PLACES, pool=None, access=None, policy="sed", **fields
+    folder=None, places=PLACES, pool=None, access=None, policy="sed", more_pools=(), **fields
 ):  # fmt: skip
     """Yield a gateway that picks among endpoints which nobody asks anything."""
     pool = {
@@ -290,16 +290,17 @@ async def a_proxy_site(
         "endpoints": [{"url": f"http://{place}"} for place in places],
     } | (pool or {})  # fmt: skip
     known = {"name": "t", "description": "t", "served_model": "m", "explore_fraction": 0.0}
-    cluster = Cluster.model_validate(known | {"pools": [pool]} | fields)
+    more_pools = [pool | more for more in more_pools]
+    cluster = Cluster.model_validate(known | {"pools": [pool, *more_pools]} | fields)
     manager = PolicyManager(
         cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(0)
     )
     manager.switch(policy)
     metrics = Metrics()
-    backend = ExternalBackend(cluster.external_pools[0], "m", metrics)
+    backends = {each.name: ExternalBackend(each, "m", metrics) for each in cluster.external_pools}
     access = access or Access(None)
     gateway = Gateway(
-        cluster, manager, {backend.name: backend}, metrics,
+        cluster, manager, backends, metrics,
         log=None if folder is None else DecisionLog(folder), limits=RateLimits(access.limits_of),
     )  # fmt: skip
     gateway.refresh()
@@ -312,7 +313,8 @@ async def a_proxy_site(
         yield ProxySite(gateway, site, folder)
     finally:
         manager.stop()
-        await backend.stop()
+        for backend in backends.values():
+            await backend.stop()
 
 
 def check(test, *args, **options):

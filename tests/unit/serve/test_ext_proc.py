@@ -1,6 +1,5 @@
 """A proxy asks for picks: where requests go, in which bytes, and what is refused."""
 
-import asyncio
 import gzip
 import json
 
@@ -10,6 +9,7 @@ from unit.proxy_site import (
     CHAT,
     DECISION,
     DESTINATION,
+    EVENTS,
     FIELDS,
     WHOLE,
     A,
@@ -25,23 +25,13 @@ from unit.proxy_site import (
 from unit.serve.test_handed_on import FORM, a_form
 from unit.serve.test_keys import write
 
-from serve_app.engines.base import EngineStatus
-from serve_app.ext_proc import addresses as addresses_module
-from serve_app.ext_proc.addresses import Addresses
-from serve_app.ext_proc.health import Health
+from serve_app.ext_proc.http2 import INTERNAL
 from serve_app.ext_proc.protocol import (
     BUFFERED,
     FULL_DUPLEX_STREAMED,
     NONE,
-    NOT_SERVING,
-    PROCESS,
-    SERVICE_UNKNOWN,
-    SERVING,
     STREAMED,
-    HealthCheckRequest,
-    HealthCheckResponse,
 )
-from serve_app.ext_proc.server import ExtProcServer
 from serve_app.gateway.callers import KeyFile, hash_of
 from serve_app.http.auth import Access
 
@@ -63,15 +53,30 @@ def test_a_pick_is_in_header_and_metadata_with_those_that_stand_in_for_it():
     check(test)
 
 
+def test_those_that_stand_in_are_in_the_order_of_the_policys_costs():
+    async def test(site):
+        held = [await site.ask(subset=[place]) for place in (B, B, A)]
+        stream = await site.ask()
+        assert stream.placed == [C, A, B]
+        for one in (*held, stream):
+            one.close()
+
+    check(test)
+
+
 def test_at_most_three_of_the_same_pool_are_named():
     places = [f"127.0.0.1:80{number}" for number in range(10, 16)]
+    more = {"name": "more", "endpoints": [{"url": f"http://{A}"}, {"url": f"http://{B}"}]}
 
     async def test(site):
-        stream = await site.ask()
-        assert len({*stream.placed}) == 3
-        stream.close()
+        streams = [await site.ask() for _ in range(9)]
+        found = {frozenset(stream.placed) for stream in streams}
+        assert frozenset([A, B]) in found
+        assert all(len(each) == 3 and each <= {*places} for each in found - {frozenset([A, B])})
+        for stream in streams:
+            stream.close()
 
-    check(test, places=places)
+    check(test, places=places, more_pools=[more])
 
 
 @pytest.mark.parametrize("subset", [[C, "127.0.0.1:9"], f" {C} ,127.0.0.1:9", [f" {C}"]])
@@ -180,11 +185,19 @@ def test_objectives_are_classes_and_fairness_ids_tenants(tmp_path):
                 "x-gateway-inference-fairness-id": "\xff",
             },
         ]
+        tenants, serve = [], site.gateway.serve
+
+        async def spy(request, *others):
+            tenants.append(request.tenant)
+            await serve(request, *others)
+
+        site.gateway.serve = spy
         for headers in asked:
             (await site.ask(headers=headers)).say(*an_answer())
         await turns()
         found = [row["service_class"] for row in site.rows()]
         assert found == ["batch", "first", "first", "first"]
+        assert tenants == ["red", "default", "default", "default"]
 
     check(test, tmp_path, classes=classes, tenants={"red": {"weight": 1}})
 
@@ -414,13 +427,23 @@ def test_of_a_body_that_is_too_long_the_refusal_is_all_that_is_told():
     check(test, limits={"max_body_bytes": 1000})
 
 
-def test_a_request_goes_to_the_endpoint_of_the_response_that_it_goes_on_from():
+IN_EVENTS = [
+    b'data: {"type":"response.created","response":{"id":"resp_1"}}\n\n',
+    b'data: {"type":"response.output_text.delta","delta":"a"}\n\n',
+    b'data: {"type":"response.completed","response":{"id":"resp_1"}}\n\n',
+]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{"pieces": [WHOLE.replace(b'"a"', b'"resp_1"')]}, {"pieces": IN_EVENTS, "headers": EVENTS}],
+)
+def test_a_request_goes_to_the_endpoint_of_the_response_that_it_goes_on_from(answer):
     body = {"model": "m", "input": "x", "previous_response_id": "resp_1"}
 
     async def test(site):
         first = await site.ask(b'{"model":"m","input":"x"}', path="/v1/responses")
-        answered = WHOLE.replace(b'"a"', b'"resp_1"')
-        first.say(*an_answer(pieces=(answered,)))
+        first.say(*an_answer(**answer))
         await turns()
         next_ones = [await site.ask(json.dumps(body).encode(), path="/v1/responses") for _ in "ab"]
         assert [one.placed for one in next_ones] == [first.placed[:1]] * 2
@@ -435,142 +458,17 @@ def test_a_request_goes_to_the_endpoint_of_the_response_that_it_goes_on_from():
     check(test)
 
 
-def test_a_gateway_that_ends_lets_nothing_in_and_says_so():
+def test_a_fault_of_the_gateway_ends_one_stream(monkeypatch):
     async def test(site):
-        server = ExtProcServer(site.site.app, site.gateway, hides_keys=False)
-        for replica in site.gateway.table.replicas.values():
-            replica.publish(EngineStatus(0, 0, 0.0, site.gateway.clock_s()))
-        asked = Asked(server._health, server._health.watch)
-        asked.say("readiness")
-        assert asked.answers == [SERVING]
-        site.gateway.draining = True
-        server._health.tell()
-        server._health.tell()
-        assert asked.answers == [SERVING, NOT_SERVING]
-        assert (await site.ask()).refusal[0] == 503
-        server.resign()
-        server.stop()
+        async def breaks(*_):
+            raise LookupError
+
+        monkeypatch.setattr(site.gateway, "serve", breaks)
+        stream = site.stream(a_head(), a_piece(BODY))
+        await site.until(lambda: stream.status == INTERNAL)
+        stream.close()
 
     check(test)
-
-
-class Asked:
-    """A stream of a question after health."""
-
-    def __init__(self, health, method):
-        self.health, self.answers, self.status, self.is_open = health, [], None, True
-        self.call = method(self)
-
-    def send(self, *messages):
-        self.answers += [HealthCheckResponse.FromString(message).status for message in messages]
-
-    def end(self, status=0):
-        self.status, self.is_open = status if self.is_open else self.status, False
-
-    def say(self, service):
-        self.call.take(HealthCheckRequest(service=service).SerializeToString())
-        self.call.close()  # It has said all.
-
-
-def test_who_watches_health_is_told_until_it_leaves():
-    state = [True]
-    health = Health(("ready",), lambda: state[0])
-    for service, status, ended in (("ready", [SERVING], 0), ("liveness", [SERVING], 0)):
-        checked = Asked(health, health.check)
-        checked.say(service)
-        assert (checked.answers, checked.status) == (status, ended)
-    unknown = Asked(health, health.check)
-    unknown.say("x")
-    assert (unknown.answers, unknown.status) == ([], 5)
-    watching = [Asked(health, health.watch) for _ in range(3)]
-    for one, service in zip(watching, ("ready", "liveness", "x"), strict=True):
-        one.say(service)
-    state[0] = False
-    health.tell()
-    found = [[SERVING, NOT_SERVING], [SERVING], [SERVICE_UNKNOWN]]
-    assert [one.answers for one in watching] == found
-    for one in watching:
-        one.is_open = False  # Its connection is gone.
-        one.call.close()
-    state[0] = True
-    health.tell()
-    assert [one.answers for one in watching] == found
-
-
-class Names:
-    """A server of names."""
-
-    def __init__(self, monkeypatch, **known):
-        self.known, self.asked = known, []
-        loop = asyncio.get_running_loop()
-        monkeypatch.setattr(loop, "getaddrinfo", self.look_up)
-
-    async def look_up(self, host, port, **options):
-        host.encode("idna")  # As the loop's own does.
-        self.asked.append(host)
-        await asyncio.sleep(0.0)
-        if (address := self.known.get(host)) is None:
-            raise OSError("not known")
-        return [(0, 0, 0, "", (address, port))]
-
-
-def test_names_of_hosts_are_looked_up_when_they_are_picked(monkeypatch):
-    async def test(site):
-        names = Names(monkeypatch, one="10.0.0.1")
-        stream = await site.ask()
-        assert stream.placed == ["10.0.0.1:80"]
-        again = await site.ask()
-        assert (again.placed[0], names.asked.count("one")) == ("10.0.0.1:80", 1)
-        stream.say(*an_answer(served="10.0.0.1:80"))
-        again.close()
-        await turns()
-        assert (site.outcomes["stop"], site.outcomes["abort"]) == (1, 1)
-        assert site.outcomes.get("failed", 0) <= 2  # The other has no address.
-
-    check(test, places=("one:80", "other:80"), limits={"max_retries": 1})
-
-
-def test_who_leaves_while_a_name_is_looked_up_has_left(monkeypatch):
-    async def test(site):
-        Names(monkeypatch, one="10.0.0.1")
-        stream = site.stream(a_head(), a_piece(BODY))
-        await site.until(lambda: site.gateway.in_flight)
-        stream.close()
-        await turns()
-        assert (stream.sent, site.outcomes) == ([], {"abort": 1})
-
-    check(test, places=("one:80",))
-
-
-def test_addresses_follow_names_and_keep_the_last_where_a_look_up_fails(monkeypatch):
-    async def run():
-        monkeypatch.setattr(addresses_module, "_AGAIN_S", 0.0)
-        long_name = f"http://{'x' * 64}.de"
-        replicas = dict.fromkeys(["http://one", "https://[::1]", "http://10.1.1.1:8", long_name])
-        addresses, names = Addresses(replicas.keys()), Names(monkeypatch)
-        assert [*map(addresses.of, replicas)] == [None, "[::1]:443", "10.1.1.1:8", None]
-        assert addresses.replicas_at(["", "None", "[::1]:443"]) == {"https://[::1]"}
-        resolving = asyncio.create_task(addresses.resolve())
-        await turns()
-        assert addresses.of("http://one") is None
-        for found in ("10.0.0.1", "fe80::1", None):
-            names.known["one"] = found
-            await turns(20)
-        assert addresses.of("http://one") == "[fe80::1]:80"
-        assert addresses.replicas_at(["[fe80::1]:80"]) == {"http://one"}
-        del replicas["http://one"]
-        await turns(20)
-        names.asked.clear()
-        assert addresses.replicas_at(["[fe80::1]:80"]) == frozenset()
-        await turns(20)
-        assert "one" not in names.asked
-        resolving.cancel()
-
-    asyncio.run(run())
-
-
-def test_the_service_has_the_name_that_proxies_know():
-    assert PROCESS == b"/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 
 
 @pytest.mark.parametrize(
