@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
 from collections.abc import Collection, Iterable
@@ -39,9 +40,19 @@ class Addresses:
                 self._named.pop(name, None)
             for name in (*self._replicas,):
                 self.of(name)
-            for name, (host, port) in (*self._named.items(),):
-                self._addresses[name] = await _look_up(host, port) or self._addresses[name]
+            # All at once: a server of names may take its time for one.
+            await asyncio.gather(*map(self.look_up, (*self._named,)))
             await asyncio.sleep(_AGAIN_S)
+
+    async def look_up(self, replica_id: str) -> str | None:
+        """Look the name of a replica up; return as `of`, and the last address where that fails."""
+        host, port = self._named[replica_id]
+        loop, places = asyncio.get_running_loop(), []
+        with contextlib.suppress(OSError, UnicodeError):  # Names have parts of 63 bytes at most.
+            places = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        if places:
+            self._addresses[replica_id] = _joined(str(places[0][4][0]), port)
+        return self._addresses.get(replica_id)
 
     def _read(self, replica_id: str) -> None:
         parts = urlsplit(replica_id)
@@ -52,14 +63,6 @@ class Addresses:
         except ValueError:
             self._named[replica_id] = host, port
             self._addresses[replica_id] = None
-
-
-async def _look_up(host: str, port: int) -> str | None:
-    try:
-        places = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return None
-    return _joined(str(places[0][4][0]), port)
 
 
 def _joined(address: str, port: int) -> str:

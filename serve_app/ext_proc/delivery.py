@@ -43,6 +43,7 @@ class Delivery:
         self.id = new_id()
         self.begun = False
         self.allowed: frozenset[str] | None = None
+        self.serves: str | None = None
         self.added: Headers = ()
         """Headers that the gateway adds to the answer's head."""
         self.is_placed = self.is_observed = False
@@ -60,7 +61,14 @@ class Delivery:
 
     def start(self, serving: Coroutine[Any, Any, None], on_end: Callable[[], object]) -> None:
         """Have the gateway serve it; `on_end` is called at the end of all."""
-        self._task = asyncio.create_task(self._run(serving, on_end))
+
+        def end(_: object) -> None:
+            self._go_on()
+            on_end()
+
+        self._task = asyncio.create_task(serving)
+        # A task that is cancelled before it begins runs no `finally`.
+        self._task.add_done_callback(end)
 
     @property
     def has_started(self) -> bool:
@@ -77,28 +85,22 @@ class Delivery:
         """Whether nothing more of the answer counts."""
         return self._later is None and not self.is_open
 
-    async def _run(self, serving: Coroutine[Any, Any, None], on_end: Callable[[], object]) -> None:
-        try:
-            await serving
-        finally:
-            self._go_on()
-            on_end()
-
     async def answer(self, backend: Backend, attempt: Attempt, replica_ids: Sequence[str]) -> None:
         """Have the proxy send the request: see `serve_app.gateway.exchange.Sender`."""
         assert isinstance(backend, ExternalBackend)
-        endpoints = [self._addresses.of(name) for name in replica_ids[:_MOST_ENDPOINTS]]
-        if endpoints[0] is None:
+        picked, *others = replica_ids[:_MOST_ENDPOINTS]
+        endpoint = self._addresses.of(picked) or await self._addresses.look_up(picked)
+        if endpoint is None:
             raise ReplicaUnreachable("the name of an endpoint has no address")
-        self._attempt, self._replica_id = attempt, replica_ids[0]
+        self._attempt, self._replica_id = attempt, picked
         self._end = asyncio.get_running_loop().create_future()
         attempt.note_send()
         if self.is_placed:
             self._go_on()
         else:
             self.is_placed = True
-            reached = [endpoint for endpoint in endpoints if endpoint is not None]
-            self._place(backend, attempt, reached)
+            stand_ins = [known for name in others if (known := self._addresses.of(name))]
+            self._place(backend, attempt, [endpoint, *stand_ins])
         await self._end
 
     def add_headers(self, headers: Headers) -> None:
@@ -125,14 +127,15 @@ class Delivery:
             self._later.append(partial(self.show_head, headers))
         elif self._attempt is not None and self.is_open:
             self.begun = True
-            status = int(dict(headers).get(b":status", b"0"))
-            self._reader = AnswerReader(self._attempt, self._replica_id, status, headers)
+            status = dict(headers).get(b":status", b"")[:3]
+            number = int(status) if status.isdigit() else 0
+            self._reader = AnswerReader(self._attempt, self._replica_id, number, headers)
 
     def show_body(self, piece: bytes) -> None:
         """Take a piece of the answer's body."""
         if self._later is not None:
             self._later.append(partial(self.show_body, piece))
-        elif self._reader is not None:
+        elif self._reader is not None and self.is_open:
             try:
                 self._reader.feed(piece)
             except (ReplicaFailed, RequestRejected) as error:
@@ -142,7 +145,7 @@ class Delivery:
         """Take the end of the answer; `has_body`: its body was shown."""
         if self._later is not None:
             self._later.append(partial(self.show_end, has_body))
-        elif self._reader is not None:
+        elif self._reader is not None and self.is_open:
             try:
                 (self._reader.end if has_body else self._reader.end_unseen)()
             except (ReplicaFailed, RequestRejected) as error:
@@ -162,9 +165,9 @@ class Delivery:
         if not endpoint or not self.is_open or endpoint == self._addresses.of(self._replica_id):
             return False
         replica_id = min(self._addresses.replicas_at([endpoint]), default=None)
-        if replica_id is None or self._attempt is None:
+        if replica_id is None:
             return False
-        self._attempt.request.sticks_to = replica_id
+        self.serves = replica_id
         self._settle(ReplicaUnreachable("the proxy did not reach an endpoint"))
         return True
 
@@ -176,9 +179,8 @@ class Delivery:
 
     def _settle(self, error: Exception | None) -> None:
         """End the attempt."""
+        assert self._end is not None
         self._reader = None
-        if self._end is None or self._end.done():
-            return
         if error is None:
             self._end.set_result(None)
         else:

@@ -47,6 +47,7 @@ class ExtProcServer:
 
     async def start(self, host: str, port: int) -> None:
         """Begin to listen; OSError: the address cannot be used."""
+        self._gateway.refresh()
         limits, tls = self._gateway.cluster.limits, self._gateway.cluster.gateway.tls
         methods: dict[bytes, Callable[[Stream], Call]] = {
             PROCESS: self._process,
@@ -68,6 +69,7 @@ class ExtProcServer:
 
     async def _watch(self) -> None:
         while True:
+            self._gateway.refresh()  # Subsets may name endpoints that are new.
             self._health.tell()
             await asyncio.sleep(_LOOK_EVERY_S)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serve_app.gateway.exchange import Attempt
 from serve_app.gateway.forwarding import failure_of, failure_of_event, sends_events
-from serve_app.gateway.generation import Headers, ReplicaFailed
+from serve_app.gateway.generation import Headers, ReplicaFailed, ReplicaLacks
 from serve_app.gateway.sse import (
     PEEK_BYTES,
     ErrorEvent,
@@ -54,6 +54,8 @@ class AnswerReader:
             try:
                 self._events.feed(piece)
             except ErrorEvent as error:
+                if self._events.num_tokens:
+                    self._attempt.take(self._events.num_tokens)
                 raise failure_of_event(self._which, error) from None
             if self._attempt.request.hear is not None and self._events.answer_id:
                 self._attempt.request.hear(self._replica_id, self._events.answer_id)
@@ -93,5 +95,7 @@ class AnswerReader:
     def end_unseen(self) -> None:
         """Take the end of an answer whose body nobody has shown; its tokens stay unknown."""
         if not self._is_well:
-            raise failure_of(self._which, self._status, self._headers, b"")
+            failure = failure_of(self._which, self._status, self._headers, b"")
+            # Its body would say what is not found: a route, or what the request names.
+            raise failure.rejection if isinstance(failure, ReplicaLacks) else failure
         self._attempt.take(0, "stop", is_whole=True)

@@ -94,9 +94,15 @@ class Attempts:
                     logger.warning(
                         "request %s, attempt %d at %s: %s", request_id, number, replica_id, error
                     )
-                if answer.num_tokens or answer.downstream.begun:
+                sender, has_begun = answer.request.sender, answer.downstream.begun
+                if sender is not None and has_begun and not answer.num_tokens:
+                    raise self._refusal(answer, [error]) from None  # Its caller gets the error.
+                if answer.num_tokens or has_begun:
                     raise Unserved(f"{error}, after {answer.num_tokens} tokens") from None
-                num_failed += not isinstance(error, ReplicaFull | ReplicaLacks)
+                # Another that answers already is no retry.
+                is_served = sender is not None and sender.serves is not None
+                is_failure = not isinstance(error, ReplicaFull | ReplicaLacks)
+                num_failed += is_failure and not is_served
                 number += 1
         if len(answer.suspects) == 1:
             # Where several failed it, the request may be at fault.
@@ -138,8 +144,12 @@ class Attempts:
                 await asyncio.sleep(0.05)
 
     def _may_get_replica(self, answer: Answer) -> bool:
-        """Whether there is no replica for the request, but a pool that could have one."""
-        if self._has_replica(answer):
+        """Whether there is no replica for the request, but a pool that could have one.
+
+        Where a proxy allows some replicas only, these are known.
+        """
+        sender = answer.request.sender
+        if self._has_replica(answer) or (sender is not None and sender.allowed is not None):
             return False
         return any(answer.fits(backend) for backend in self.backends.values())
 

@@ -62,6 +62,10 @@ class Availability:
 
     def candidates(self, answer: Answer, now_s: float) -> IntArray:
         """Rows of the replicas that the request may go to, whether or not they have room."""
+        sender = answer.request.sender
+        if sender is not None and sender.serves is not None:
+            replica = self._table.replicas.get(sender.serves)
+            return np.array([] if replica is None else [replica.row], dtype=np.int64)
         fresh = self._table.offered(now_s, self.stale_after_s)
         rows = self._fitting(answer, self._admitted(fresh))
         if not len(rows):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -141,8 +141,10 @@ class Attempt(Protocol):
 class Sender(Protocol):
     """Sends a request in the place of the pool's backend: a proxy that has asked for a pick."""
 
-    allowed: Collection[str] | None
+    allowed: frozenset[str] | None
     """The replicas that the request may go to; None: all."""
+    serves: str | None
+    """The replica that answers it already, in place of the one that was picked; None: none does."""
 
     async def answer(self, backend: Backend, attempt: Attempt, replica_ids: Sequence[str]) -> None:
         """Have a replica answer a request: see `Backend.answer`.

@@ -138,9 +138,10 @@ class Holding:
                 return
             answer = held.answer
             # What some that want the same could not have, others cannot either.
+            sender, sticks_to = answer.request.sender, answer.request.sticks_to
             wants = (
                 self._placement.availability.fitting_pools(answer), frozenset(answer.tried),
-                answer.turn,
+                answer.turn, sticks_to, sender and sender.allowed,
             )  # fmt: skip
             if wants in blocked or held.placed.done():
                 continue

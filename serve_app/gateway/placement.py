@@ -108,14 +108,17 @@ class Placement:
         """
         now_s = self.refresh()
         fitting = self.availability.candidates(answer, now_s)
-        rows = self.availability.with_room(fitting)
+        sender = answer.request.sender
+        is_served = sender is not None and sender.serves is not None
+        rows = fitting if is_served else self.availability.with_room(fitting)
         index = None if by_ray is None else self._index_of(by_ray, rows)
         if not len(rows):
             if len(fitting):
                 raise ReplicaFull("every endpoint has max_ongoing requests in flight")
             self.availability.check_not_full(answer, now_s)
             return None
-        if self._sessions is not None and answer.turn is not None and index is None:
+        is_bound = is_served or index is not None
+        if self._sessions is not None and answer.turn is not None and not is_bound:
             rows = self._sessions.admitted(answer.turn, rows, now_s)
             if not len(rows):
                 raise ReplicaFull("no replica has KV memory left for another session")

@@ -24,7 +24,7 @@ from serve_app.http.answering import answer
 from serve_app.http.connection import connection_of
 from serve_app.http.generation_reader import GenerationReader
 from serve_app.http.image_tokens import formula_of
-from serve_app.http.intake import OPENAI_PATHS, Intake, Refusal
+from serve_app.http.intake import OPENAI_PATHS, SENDER, Intake, Refusal
 from serve_app.http.peek import Peek, peek, peek_form, read_fields
 from serve_app.http.prompt_size import PromptSize, PromptTokens
 from serve_app.http.reasons import BadRequest
@@ -40,9 +40,6 @@ _HANDED_ON = frozenset(
 _CLASS, _TENANT, _SESSION = b"x-service-tier", b"x-tenant", b"x-session-id"
 _OBJECTIVE, _FAIRNESS = b"x-gateway-inference-objective", b"x-gateway-inference-fairness-id"
 """Of the Gateway API Inference Extension: names of a class and of a tenant."""
-SENDER = "tokenyard.sender"
-"""Name in a scope's `extensions` of the `Sender` that sends the request to its replica, and is told
-of its answer; without one, the answer goes to the caller."""
 _SESSION_CHARS = 200
 _RESPONSES = "/v1/responses"
 _MOST_RESPONSES, _KEPT_S = 100_000, 86_400.0

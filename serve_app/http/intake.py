@@ -39,6 +39,9 @@ _CODECS = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "gzip", "zstd": "zstd", 
 _MOST_CODINGS = 2
 _OF_BODY = (b"content-length", b"transfer-encoding")
 _OF_CODED = (b"content-encoding", b"content-length")
+SENDER = "tokenyard.sender"
+"""Name in a scope's `extensions` of the `Sender` that sends the request to its replica, and is told
+of its answer; without one, the answer goes to the caller."""
 _MIN_BYTES_PER_S = 16 << 10
 """Lowest mean rate of a body after `body_timeout_s`; a slower one would hold its place for ever."""
 
@@ -190,7 +193,9 @@ class Intake:
         if sum(map(len, chain.from_iterable(scope["headers"]))) > MAX_HEADER_BYTES:
             raise TooMuch(f"headers are larger than {MAX_HEADER_BYTES} bytes", 431)
         path, headers, caller = route_path(scope), dict(scope["headers"]), ANYBODY
-        if (generates := self._bodies.are_handed_on(path)) or path.startswith(_NEEDS_TOKEN):
+        # A proxy sends any route to the replicas.
+        generates = SENDER in scope.get("extensions", ()) or self._bodies.are_handed_on(path)
+        if generates or path.startswith(_NEEDS_TOKEN):
             caller = self._access.check_use(HTTPConnection(scope), generates)
         length = headers.get(b"content-length", b"")
         takes_prompts = generates or path == PICKS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Query, Request
@@ -20,9 +20,9 @@ from serve_app.engines.base import FinishReason
 from serve_app.gateway.exchange import Attempt, Backend
 from serve_app.gateway.generation import Headers, ReplicaFailed, ReplicaUnreachable
 from serve_app.http.body import Body
-from serve_app.http.data_path import SENDER, DataPath
+from serve_app.http.data_path import DataPath
 from serve_app.http.errors import PROBLEMS
-from serve_app.http.intake import PICKS
+from serve_app.http.intake import PICKS, SENDER
 from serve_app.http.reasons import BadRequest
 
 _MOST_REPLICAS = 3
@@ -47,7 +47,8 @@ class Pick:
     It is a `Downstream` and a `Sender` of `serve_app.gateway.exchange`.
     """
 
-    allowed: Collection[str] | None = None
+    allowed: frozenset[str] | None = None
+    serves: str | None = None
 
     def __init__(self, lease_s: float, on_end: Callable[[], object]) -> None:
         self.begun = False

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import copy
+import gzip
 import os
 import re
 import signal
@@ -211,6 +212,36 @@ def test_only_a_subset_is_picked_from_and_none_of_nothing(engines, tmp_path):
     with nowhere.running():
         answer = nowhere.ask()
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+
+
+UNSEEN = HEADS | {"request_body_mode": "NONE"}
+
+
+@pytest.mark.parametrize("mode", [HEADS, FULL_DUPLEX, UNSEEN], ids=["buffered", "full", "none"])
+def test_bodies_fit_their_headers_whatever_is_changed_in_them(engines, tmp_path, mode):
+    pool = {"name": "gpus", "kind": "external", "model": "their-model"}
+    limits = {"max_body_bytes": 50_000}
+    known = Behind(tmp_path, [engines[0].server_port], mode, pools=[pool], limits=limits)
+    body = b'{"model": "my-model", "prompt": "hello", "max_tokens": 3}'
+    kind = {"content-type": "application/json"}
+    coded = kind | {"content-encoding": "gzip"}
+    url = f"{known.url}/v1/completions"
+    with known.running():
+        contents = [(body, kind), (iter([body[:9], body[9:]]), kind)]
+        # The endpoint knows no encoding: it gets one where nobody has read the body.
+        contents += [(gzip.compress(body), coded)] if mode is not UNSEEN else []
+        for content, headers in contents:
+            answer = httpx.post(url, content=content, headers=headers, timeout=LIMIT_S)
+            assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 3)
+            named = "my-model" if mode is UNSEEN else "their-model"
+            assert engines[0].asked[-1]["model"] == named
+        if mode is UNSEEN:
+            return
+        long = httpx.post(url, content=b" " * 400_000, headers=kind, timeout=LIMIT_S)
+        assert long.status_code == 413
+        pieces = iter([b" " * 40_000] * 10)
+        assert httpx.post(url, content=pieces, headers=kind, timeout=LIMIT_S).status_code == 413
+        assert known.ask().status_code == 200
 
 
 async def stream(client, tokens, leave_after):
