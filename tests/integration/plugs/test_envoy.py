@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from integration.serve.test_sessions_live import an_endpoint as a_paced_endpoint
+from sizes import is_thorough
 from unit.openai_endpoint import an_openai_endpoint
 
 from serve_app.http.free_port import free_port
@@ -31,6 +32,7 @@ if not ENVOY.exists():
     pytest.skip(f"no {ENVOY}: `make plugs`", allow_module_level=True)
 
 LIMIT_S = 60.0
+NUM_STREAMS = 3000 if is_thorough() else 60
 FULL_DUPLEX = {
     "request_header_mode": "SEND", "request_body_mode": "FULL_DUPLEX_STREAMED",
     "request_trailer_mode": "SEND", "response_header_mode": "SEND",
@@ -267,16 +269,24 @@ def test_counts_are_right_where_callers_leave_and_streams_outlive_the_picker(tmp
             json={"model": "my-model", "prompt": [1], "max_tokens": 1, "stream": True},
         )
 
+        num_leaving, num_staying = NUM_STREAMS * 2 // 3, NUM_STREAMS // 3
+
         async def drill():
+            places = asyncio.Semaphore(60)
+
+            async def one(client, leave_after):
+                async with places:
+                    return await stream(client, 12, leave_after)
+
             async with httpx.AsyncClient(base_url=known.url, timeout=LIMIT_S) as client:
-                leaving = [stream(client, 12, 1 + number % 8) for number in range(40)]
-                staying = [stream(client, 12, 0) for _ in range(20)]
+                leaving = [one(client, 1 + number % 8) for number in range(num_leaving)]
+                staying = [one(client, 0) for _ in range(num_staying)]
                 seen = await asyncio.gather(*leaving, *staying)
-                assert seen == [False] * 40 + [True] * 20
+                assert seen == [False] * num_leaving + [True] * num_staying
                 await asyncio.to_thread(known.until, lambda: known.in_flight() == 0)
                 ends = known.requests()
-                assert ends.get("abort") == 40, ends
-                assert ends["length"] >= 20
+                assert ends.get("abort") == num_leaving, ends
+                assert ends["length"] >= num_staying
                 if mode is not None:
                     return  # An answer that the picker hands back ends with it.
                 long = asyncio.create_task(stream(client, 100, 0))
