@@ -95,6 +95,9 @@ sys.stdin.read()
 END = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
 
 
+ENVOYS = ("Envoy", "Envoy, picker", "Envoy, picker, heads")
+
+
 @dataclass(frozen=True)
 class Args:
     """Measure the gateway's data path."""
@@ -115,7 +118,8 @@ class Args:
     stub's ports."""
     envoy: Path | None = None
     """Environment of Envoy (`make plugs`: .plugs/envoy), which takes turns before two of the stub's
-    ports: alone, by its least request, and with the picker, whose answers it shows."""
+    ports: alone, by its least request, with the picker, whom a second filter shows answers, and
+    with one that sees their heads."""
     before: Path | None = None
     """Another checkout, whose gateways take turns with those of this one."""
     starts: int = 0
@@ -458,15 +462,20 @@ def litellm(environment: Path, ports: list[int]) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def behind_envoy(environment: Path, ports: list[int], picks: bool) -> Iterator[Server]:
-    """Yield the Envoy of docs/envoy.md before two of the stub's ports, with the picker or alone."""
+def behind_envoy(environment: Path, ports: list[int], name: str) -> Iterator[Server]:
+    """Yield the Envoy of docs/envoy.md before two of the stub's ports, in one of `ENVOYS`."""
+    picks = name != "Envoy"
     port, grpc_port, http_port = free_port(), free_port(), free_port()
     page = (ROOT / "docs" / "envoy.md").read_text(encoding="utf-8")
     config = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
+    [listener] = config["static_resources"]["listeners"]
+    filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
     if not picks:
-        [listener] = config["static_resources"]["listeners"]
-        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
-        manager["http_filters"] = manager["http_filters"][-1:]
+        del filters[:-1]
+    elif name.endswith("heads"):
+        mode = {"response_header_mode": "SEND", "response_trailer_mode": "SEND"}
+        filters[0]["typed_config"]["processing_mode"].update(mode)
+        del filters[1]
     moved = {8001: ports[0], 8002: ports[1], 8080: port, 9002: grpc_port}
     text = re.sub("8001|8002|8080|9002", lambda at: str(moved[int(at[0])]), yaml.safe_dump(config))
     cluster = {"name": "b", "description": "b", "served_model": "m"}
@@ -486,7 +495,6 @@ def behind_envoy(environment: Path, ports: list[int], picks: bool) -> Iterator[S
                 for url in [f"http://127.0.0.1:{http_port}/healthz"] * picks:
                     wait_for(url, process)
                 wait_for(f"http://127.0.0.1:{port}/metrics", process)
-                name = "Envoy, picker" if picks else "Envoy"
                 yield Server(name, port, psutil.Process(process.pid))
             finally:
                 for child in psutil.Process(process.pid).children():
@@ -610,9 +618,9 @@ def main(args: Args) -> None:
         servers = [alone, *(stack.enter_context(others[name]()) for name in args.servers)]
         if args.litellm is not None:
             servers.append(stack.enter_context(litellm(args.litellm, ports)))
-        for picks in (False, True) if args.envoy is not None else ():
+        for name in ENVOYS if args.envoy is not None else ():
             assert args.envoy is not None
-            servers.append(stack.enter_context(behind_envoy(args.envoy, ports, picks)))
+            servers.append(stack.enter_context(behind_envoy(args.envoy, ports, name)))
         if args.before is not None:
             pools = {"endpoints": external_pool(ports), "own": own_pool()}
             for name in pools.keys() & args.servers:

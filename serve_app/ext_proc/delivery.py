@@ -14,7 +14,7 @@ from typing import Any
 
 from serve_app.ext_proc.addresses import Addresses
 from serve_app.gateway.answer_reader import AnswerReader
-from serve_app.gateway.exchange import Attempt, Backend
+from serve_app.gateway.exchange import Attempt, Backend, Sender
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.generation import (
     Headers,
@@ -33,19 +33,11 @@ Place = Callable[[ExternalBackend, Attempt, Sequence[str]], None]
 """Tells the proxy where a request goes: `ip:port` of endpoints, the best first."""
 
 
-class Delivery:
-    """Stands in for a caller and for the backend of a pool.
-
-    It is a `Downstream` and a `Sender` of `serve_app.gateway.exchange`.
-    """
+class Delivery(Sender):
+    """Stands in for a caller, and for the backend of a pool."""
 
     def __init__(self, addresses: Addresses, place: Place) -> None:
         self.id = new_id()
-        self.begun = False
-        self.allowed: frozenset[str] | None = None
-        self.serves: str | None = None
-        self.added: Headers = ()
-        """Headers that the gateway adds to the answer's head."""
         self.is_placed = self.is_observed = False
         """Whether the proxy knows where the request goes, and whether another of its streams shows
         the answer."""
@@ -102,20 +94,6 @@ class Delivery:
             stand_ins = [known for name in others if (known := self._addresses.of(name))]
             self._place(backend, attempt, [endpoint, *stand_ins])
         await self._end
-
-    def add_headers(self, headers: Headers) -> None:
-        """Add these to the head of the answer."""
-        self.added = headers
-
-    async def begin(self, status: int, headers: Headers) -> None:
-        """Do nothing: the proxy sends the head."""
-
-    async def write(self, data: bytes) -> None:
-        """Do nothing: the proxy sends the body."""
-
-    def write_now(self, data: bytes, chunk: bytes | None = None) -> bool:
-        """Do nothing: the proxy sends the body."""
-        return True
 
     def show_head(self, headers: Headers, endpoint: str = "") -> None:
         """Take the head of the answer, pseudo headers included.

@@ -138,13 +138,19 @@ class Attempt(Protocol):
         """Record the state that the replica sent with its answer."""
 
 
-class Sender(Protocol):
-    """Sends a request in the place of the pool's backend: a proxy that has asked for a pick."""
+class Sender:
+    """Sends a request in the place of the pool's backend, and stands in for its caller.
 
-    allowed: frozenset[str] | None
+    It is the `Downstream` of a request whose bytes go elsewhere: nothing of an answer comes here.
+    """
+
+    allowed: frozenset[str] | None = None
     """The replicas that the request may go to; None: all."""
-    serves: str | None
+    serves: str | None = None
     """The replica that answers it already, in place of the one that was picked; None: none does."""
+    begun = False
+    added: Headers = ()
+    """Headers that the gateway adds to the answer's head."""
 
     async def answer(self, backend: Backend, attempt: Attempt, replica_ids: Sequence[str]) -> None:
         """Have a replica answer a request: see `Backend.answer`.
@@ -152,6 +158,21 @@ class Sender(Protocol):
         The first of `replica_ids` is the one that is picked, and has a place reserved. The others
         can stand in for it, the best first.
         """
+        raise NotImplementedError
+
+    def add_headers(self, headers: Headers) -> None:
+        """Add these to the head of the answer."""
+        self.added = headers
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        """Do nothing: another sends the head."""
+
+    async def write(self, data: bytes) -> None:
+        """Do nothing: another sends the body."""
+
+    def write_now(self, data: bytes, chunk: bytes | None = None) -> bool:
+        """Do nothing: another sends the body."""
+        return True
 
 
 class Backend(Protocol):

@@ -17,8 +17,8 @@ from pydantic import Field
 from starlette.types import Message, Scope
 
 from serve_app.engines.base import FinishReason
-from serve_app.gateway.exchange import Attempt, Backend
-from serve_app.gateway.generation import Headers, ReplicaFailed, ReplicaUnreachable
+from serve_app.gateway.exchange import Attempt, Backend, Sender
+from serve_app.gateway.generation import ReplicaFailed, ReplicaUnreachable
 from serve_app.http.body import Body
 from serve_app.http.data_path import DataPath
 from serve_app.http.errors import PROBLEMS
@@ -41,17 +41,10 @@ class Report(Body):
     """Whether another replica is wanted, after `failed` or `unreachable`."""
 
 
-class Pick:
-    """A request that somebody else sends.
-
-    It is a `Downstream` and a `Sender` of `serve_app.gateway.exchange`.
-    """
-
-    allowed: frozenset[str] | None = None
-    serves: str | None = None
+class Pick(Sender):
+    """A request that somebody else sends."""
 
     def __init__(self, lease_s: float, on_end: Callable[[], object]) -> None:
-        self.begun = False
         self._lease_s, self._on_end = lease_s, on_end
         self._loop = asyncio.get_running_loop()
         self._told: asyncio.Future[Response] = self._loop.create_future()
@@ -61,7 +54,6 @@ class Pick:
         self._lease: asyncio.TimerHandle | None = None
         self._status = 500
         self._headers: dict[str, str] = {}
-        self._added: Headers = ()
         self.id = secrets.token_hex(16)
 
     async def serve(self, path: DataPath, scope: Scope, body: bytes) -> Response:
@@ -106,24 +98,10 @@ class Pick:
         attempt.note_send()
         self._renew()
         named = [*replica_ids[:_MOST_REPLICAS]]
-        headers = {name.decode(): value.decode() for name, value in self._added}
+        headers = {name.decode(): value.decode() for name, value in self.added}
         told = {"decision_id": self.id, "pool": backend.name, "replica_ids": named}
         self._tell(JSONResponse(told, headers=headers))
         await self._end
-
-    def add_headers(self, headers: Headers) -> None:
-        """Add these to what the caller is answered."""
-        self._added = headers
-
-    async def begin(self, status: int, headers: Headers) -> None:
-        """Do nothing: the answer goes elsewhere."""
-
-    async def write(self, data: bytes) -> None:
-        """Do nothing: the answer goes elsewhere."""
-
-    def write_now(self, data: bytes, chunk: bytes | None = None) -> bool:
-        """Do nothing: the answer goes elsewhere."""
-        return True
 
     async def _send(self, message: Message) -> None:
         """Refuse, as an ASGI application sends it."""
