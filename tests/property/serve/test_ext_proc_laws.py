@@ -90,6 +90,14 @@ STEPS = st.one_of(
 )  # fmt: skip
 
 
+CLUSTERS = st.sampled_from(
+    [
+        {}, {"queue": {"max_wait_s": 60.0}, "pool": {"max_ongoing": 1}}, {"sessions": {}},
+        {"pool": {"model": "theirs", "order": "priority"}, "outlier_ejection": {"base_s": 60.0}},
+    ]
+)  # fmt: skip
+
+
 def say(stream, messages):
     for message in messages:
         # The transport ends a call that it cannot read.
@@ -99,17 +107,15 @@ def say(stream, messages):
 
 
 @settings(max_examples=scaled(250))
-@given(st.lists(st.tuples(st.integers(0, NUM_STREAMS - 1), STEPS), max_size=25), st.booleans())
-def test_nothing_breaks_and_nothing_is_left(steps, has_queue):
+@given(st.lists(st.tuples(st.integers(0, NUM_STREAMS - 1), STEPS), max_size=25), CLUSTERS)
+def test_nothing_breaks_and_nothing_is_left(steps, fields):
     unhandled = []
 
     async def run():
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: unhandled.append(context))
-        fields = {"queue": {"max_wait_s": 60.0}} if has_queue else {}
-        pool = {"max_ongoing": 1} if has_queue else {}
         limits = {"max_body_bytes": 2000}
-        async with a_proxy_site(pool=pool, limits=limits, **fields) as site:
+        async with a_proxy_site(limits=limits, **fields) as site:
             streams = [ProxyStream(site.site) for _ in range(NUM_STREAMS)]
             opened = [*streams]
             for number, step in steps:

@@ -156,10 +156,19 @@ def test_endpoints_without_room_are_not_picked(queue):
     check(test, pool={"max_ongoing": 1}, queue=queue)
 
 
-def test_who_waits_for_its_subset_keeps_nobody_from_the_others():
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_who_waits_for_one_endpoint_keeps_nobody_from_the_others(goes_on):
+    fields = {"model": "m", "input": "x", "previous_response_id": "resp_1"}
+
     async def test(site):
+        first = await site.ask(b'{"model":"m","input":"x"}', path="/v1/responses", subset=[A])
+        first.say(*an_answer(pieces=[WHOLE.replace(b'"a"', b'"resp_1"')]))
+        await turns()
         held = [await site.ask(subset=[place]) for place in (A, B, C)]
-        waits = site.stream(a_head(subset=[A]), a_piece(BODY))
+        head, body = a_head(subset=[A]), BODY
+        if goes_on:
+            head, body = a_head(path="/v1/responses"), json.dumps(fields).encode()
+        waits = site.stream(head, a_piece(body))
         await turns()
         other = site.stream(a_head(), a_piece(BODY))
         await turns()

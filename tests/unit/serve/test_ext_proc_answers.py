@@ -372,6 +372,21 @@ def test_an_endpoint_that_answers_already_needs_no_room(queue):
     check(test, places=[A, B], pool={"max_ongoing": 1}, queue=queue)
 
 
+def test_a_turn_of_a_session_counts_where_it_is_answered():
+    async def test(site):
+        headers = {"x-session-id": "s"}
+        for number in range(3):
+            stream = await site.ask(headers=headers)
+            other = next(place for place in PLACES if place != stream.placed[0])
+            stream.say(*an_answer(served=other))
+            await turns()
+            assert site.outcomes == {"failed": 1 + number, "stop": 1 + number}
+            stream.close()
+        assert site.gateway.sessions.describe(0.0)["replicas"]
+
+    check(test, sessions={})
+
+
 def test_an_endpoint_outside_of_the_subset_or_that_drains_counts_where_it_answers():
     async def test(site):
         stream = await site.ask(subset=[A])
