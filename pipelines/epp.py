@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from serve_app.app import GatewayOptions, find_cluster
 from serve_app.process import serve_until_told
 from tokenyard.config import sentence_of
+from tokenyard.provenance import ResultFile, command_line, write_result
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Args:
     """Port of /metrics, /v1/policy, /v1/pools and the page, as those of a gateway."""
     decision_log: Path | None = None
     """Folder that gets Parquet files with a row per decision."""
+    json: ResultFile | None = None
+    """File that gets a row about where it listens, as soon as it does."""
 
 
 def main(args: Args) -> None:
@@ -55,11 +58,15 @@ def main(args: Args) -> None:
 
 
 def _report(args: Args, policy: str) -> None:
+    url = f"http://{args.http_host}:{args.http_port}"
     print(
         f"picking by {policy} on {args.host}:{args.port} (gRPC, for Envoy); "
-        f"metrics and changes on http://{args.http_host}:{args.http_port}",
+        f"metrics and changes on {url}",
         flush=True,
     )
+    if args.json is not None:
+        row = {"policy": policy, "grpc": f"{args.host}:{args.port}", "url": url}
+        write_result(args.json, command_line(), None, [row])
 
 
 if __name__ == "__main__":

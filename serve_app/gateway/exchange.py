@@ -13,8 +13,6 @@ from serve_app.gateway.replicas import Prompt, ReplicaTable
 from serve_app.gateway.tracing import PARENT, RequestSpan
 from tokenyard.routing.types import OrderKey
 
-_GENERATING = (b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages")
-
 
 # Not frozen: that takes four times as long to make, and every request makes one.
 @dataclass(slots=True)
@@ -33,11 +31,8 @@ class Call:
     """Position of the model's name in a form; None: the body is JSON, or empty."""
     others: Headers = ()
     """More headers, which pools may want."""
-
-    @property
-    def generates(self) -> bool:
-        """Whether a model writes the answer, token by token."""
-        return self.path.partition(b"?")[0] in _GENERATING
+    generates: bool = True
+    """Whether a model writes the answer, token by token."""
 
 
 # Not frozen: that takes four times as long to make, and every request makes one.

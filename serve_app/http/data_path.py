@@ -40,6 +40,7 @@ _HANDED_ON = frozenset(
 _CLASS, _TENANT, _SESSION = b"x-service-tier", b"x-tenant", b"x-session-id"
 _OBJECTIVE, _FAIRNESS = b"x-gateway-inference-objective", b"x-gateway-inference-fairness-id"
 """Of the Gateway API Inference Extension: names of a class and of a tenant."""
+_GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _SESSION_CHARS = 200
 _RESPONSES = "/v1/responses"
 _MOST_RESPONSES, _KEPT_S = 100_000, 86_400.0
@@ -129,7 +130,10 @@ class DataPath:
         target: bytes = scope.get("raw_path") or path.encode()
         target = target + b"?" + query if query else target
         lines = _lines(scope, _HANDED_ON)
-        call = Call(target, lines, body, peeked.stream, method.encode(), peeked.model_at)
+        call = Call(
+            target, lines, body, peeked.stream, method.encode(), peeked.model_at,
+            generates=path in _GENERATING,
+        )  # fmt: skip
         if self._others:
             call.others = [header for header in scope["headers"] if header[0] in self._others]
         prompt, learn = None, None
