@@ -130,18 +130,25 @@ def deployed(*args, cluster="none", ends=True, start=(DEPLOY,), **options):
     """Run deploy.py until it serves; yield its line and it; press Ctrl-C, and see a clean end."""
     command = [sys.executable, *start, "--cluster", str(cluster), *map(str, args)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
-    watchdog = threading.Timer(120, process.kill)
-    watchdog.start()
+
+    def killed_if_it_takes_too_long(step):
+        watchdog = threading.Timer(120, process.kill)
+        watchdog.start()
+        try:
+            return step()
+        finally:
+            watchdog.cancel()
+
     try:
-        yield process.stdout.readline(), process
+        # A module's tests may take longer than any step.
+        yield killed_if_it_takes_too_long(process.stdout.readline), process
         if ends:
             process.send_signal(signal.SIGINT)
-        assert process.wait() == 0
+        assert killed_if_it_takes_too_long(process.wait) == 0
     finally:
         process.terminate()
         process.wait()
         process.stdout.close()
-        watchdog.cancel()
 
 
 @pytest.mark.integration
