@@ -22,15 +22,13 @@ import uvloop
 from pydantic import ValidationError
 
 from serve_app.app import (
-    ADMIN_TOKEN_VARIABLE,
     APP_NAME,
     GATEWAY,
-    LOCAL_ADMIN_VARIABLE,
     GatewayOptions,
     bind_gateway,
+    check_local_admin,
     find_cluster,
     load_policy,
-    local_admin_of,
     plan_origin,
     token_of,
 )
@@ -56,7 +54,6 @@ _DRAIN_SLACK_S = 20.0
 """For the gateway's answer to come back."""
 _REACH_S, _STARTS = 15.0, 3
 """For a Ray to say that it is there; and how often one is started that does not come up in time."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -180,10 +177,7 @@ def _find(args: Args) -> Deployment:
         host=args.host,
         port=args.port,
     )
-    if local_admin_of(options) and args.host not in LOOPBACK:
-        raise ValueError(
-            f"{LOCAL_ADMIN_VARIABLE} is for {', '.join(LOOPBACK)}; set {ADMIN_TOKEN_VARIABLE}"
-        )
+    check_local_admin(options)
     cluster = find_cluster(options)
     if args.decision_log is not None:
         DecisionLog(args.decision_log).close()

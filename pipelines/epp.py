@@ -10,7 +10,7 @@ import tyro
 import uvloop
 from pydantic import ValidationError
 
-from serve_app.app import GatewayOptions, find_cluster
+from serve_app.app import GatewayOptions, check_local_admin, find_cluster
 from serve_app.process import serve_until_told
 from tokenyard.config import sentence_of
 from tokenyard.provenance import ResultFile, command_line, write_result
@@ -45,6 +45,7 @@ def main(args: Args) -> None:
             cluster=args.cluster, policy=args.policy, host=args.http_host, port=args.http_port,
             decision_log=args.decision_log,
         )  # fmt: skip
+        check_local_admin(options)
         cluster = find_cluster(options)
         if cluster.needs_ray or cluster.decide_only:
             raise ValueError(f"cluster {args.cluster}: Envoy reaches endpoints only; name a pool")

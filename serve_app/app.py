@@ -9,11 +9,11 @@ import errno
 import logging
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
 from serve_app.cluster import Cluster, load_cluster
@@ -29,7 +29,7 @@ from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.rate_limits import RateLimits
 from serve_app.gateway.tracing import tracing_of
 from serve_app.gateway.upstream import Origin, UpstreamClient, UpstreamError, url_of
-from serve_app.http.api import create_gateway_api
+from serve_app.http.api import GatewayApi, create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.http.listener import Listener, hold_port
 from serve_app.http.tls import Certificate
@@ -55,6 +55,7 @@ TOKEN_VARIABLE = "TOKENYARD_TOKEN"
 """Environment variable that holds the gateway's bearer token."""
 ADMIN_TOKEN_VARIABLE = "TOKENYARD_ADMIN_TOKEN"
 """Environment variable that holds the bearer token of changes."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOCAL_ADMIN_VARIABLE = "TOKENYARD_LOCAL_ADMIN"
 """Environment variable that lets callers on this machine change what is served, where it is 1."""
 
@@ -189,20 +190,20 @@ class GatewayReplica:
         else:
             await self._listener.stop()
         cluster = self._gateway.cluster
-        self._listener = Listener(self.make_api(), cluster.limits, cluster.gateway.tls)
+        self._listener = Listener(self.api, cluster.limits, cluster.gateway.tls)
         await self._listener.start(host, port, held)
 
     async def listen_for_proxies(self, host: str, port: int) -> None:
         """Begin to pick endpoints for Envoy; an OSError says that the address cannot be used."""
         from serve_app.ext_proc.server import ExtProcServer
 
-        api = create_gateway_api(self._gateway, self._tokenizers, self._access)
-        assert api.data_path is not None
-        self._ext_proc = ExtProcServer(api.data_path, self._gateway, self._access.has_keys)
+        assert self.api.data_path is not None
+        self._ext_proc = ExtProcServer(self.api.data_path, self._gateway, self._access.has_keys)
         await self._ext_proc.start(host, port)
 
-    def make_api(self) -> FastAPI:
-        """Make the HTTP application."""
+    @cached_property
+    def api(self) -> GatewayApi:
+        """The HTTP application: one, as it remembers where responses are."""
         api = create_gateway_api(self._gateway, self._tokenizers, self._access)
         if self._allocator is not None:
             from serve_app.allocation.plans import load_plan_policy
@@ -387,6 +388,14 @@ def admin_token_of(options: GatewayOptions) -> str | None:
 def local_admin_of(options: GatewayOptions) -> bool:
     """Return whether callers on this machine may change what is served without a token."""
     return options.local_admin or os.environ.get(LOCAL_ADMIN_VARIABLE) == "1"
+
+
+def check_local_admin(options: GatewayOptions) -> None:
+    """Refuse (ValueError) changes without a token where other machines may ask."""
+    if local_admin_of(options) and options.host not in LOOPBACK:
+        raise ValueError(
+            f"{LOCAL_ADMIN_VARIABLE} is for {', '.join(LOOPBACK)}; set {ADMIN_TOKEN_VARIABLE}"
+        )
 
 
 def make_access(cluster: Cluster, options: GatewayOptions) -> Access:

@@ -2,7 +2,8 @@
 
 Each publishes what it has sent, the first token of each answer, and its end. The others count that
 as in flight at the same replica, and its prompt as cached there. Messages may come late or not at
-all: now and then each names everything it has open, and what is not named is over. A peer that says
+all: now and then each names everything it has open, with its tokens so far, and what is not named
+is over. A peer that says
 nothing has nothing open, as far as it is counted; replicas still publish what they have.
 """
 
@@ -59,27 +60,44 @@ class Peers:
         self._table, self._clock_s = table, clock_s
         self._name = secrets.token_hex(8)
         self._events: list[list[Any]] = []
-        self._open: dict[str, None] = {}
+        self._open: dict[str, ReplicaState] = {}
+        """Where each request of this process is, by its id."""
         self._flushing: asyncio.TimerHandle | None = None
         self._others: dict[str, dict[str, tuple[ReplicaState, float]]] = {}
         """What each peer has open: at which replica, and since when."""
         self._heard_s: dict[str, float] = {}
         self._publish: Callable[[bytes], object] | None = None
         """Sends a message to all peers; None: not started, or stopped."""
-        self._socket: zmq.Socket[bytes] | None = None
+        self._sockets: list[zmq.SyncSocket | zmq.asyncio.Socket] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin; zmq.ZMQError says that the address cannot be used."""
+        """Begin.
+
+        Raises:
+            ValueError: ZeroMQ is not installed.
+            OSError: An address cannot be used.
+        """
+        try:
+            import zmq.asyncio
+        except ImportError:
+            raise ValueError("gateway.peers needs pyzmq: install tokenyard[peers]") from None
+        try:
+            self._connect()
+        except zmq.ZMQError as error:
+            raise OSError(f"gateway.peers: {self._settings.listen}: {error}") from None
+
+    def _connect(self) -> None:
         import zmq.asyncio
 
         told: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         told.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._sockets.append(told)
         told.bind(self._settings.listen)
-        self._socket = told
         # Who does not listen, or too slowly, misses it: nothing waits here.
         self._publish = partial(told.send, flags=zmq.NOBLOCK)
         heard = zmq.asyncio.Context.instance().socket(zmq.SUB)
+        self._sockets.append(heard)
         heard.setsockopt(zmq.LINGER, 0)
         heard.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
         heard.setsockopt(zmq.SUBSCRIBE, b"")
@@ -93,11 +111,11 @@ class Peers:
         """Say that nothing is open any more, and end."""
         for task in self._tasks:
             task.cancel()
-        if self._socket is not None:
-            self._send_events([["gone"]])
-            self._publish = None
-            self._socket.close()
-            self._socket = None
+        self._send_events([["gone"]])
+        self._publish = None
+        # Here: a task that is cancelled before it begins closes nothing.
+        while self._sockets:
+            self._sockets.pop().close()
 
     @property
     def num_heard(self) -> int:
@@ -110,7 +128,7 @@ class Peers:
     ) -> None:  # fmt: skip
         """Tell what is sent: see `ReplicaState.send`."""
         blocks = prompt.blocks(replica.block_tokens).tolist()
-        self._open[request_id] = None
+        self._open[request_id] = replica
         self._tell(
             "send", request_id, replica.replica_id, prompt.num_tokens, len(prompt.token_ids),
             match_tokens, output_tokens, blocks,
@@ -153,7 +171,11 @@ class Peers:
     def name_all(self) -> None:
         """Tell all that is open, and forget what peers have open that say nothing any more."""
         self._flush()
-        self._send_events([["all", [*self._open]]])
+        num_generated = {
+            request_id: replica.in_flight.num_generated(request_id)
+            for request_id, replica in self._open.items()
+        }
+        self._send_events([["all", num_generated]])
         now_s = self._clock_s()
         for name, heard_s in (*self._heard_s.items(),):
             if now_s - heard_s > _SILENT_S:
@@ -162,11 +184,8 @@ class Peers:
                 del self._heard_s[name], self._others[name]
 
     async def _listen(self, heard: zmq.asyncio.Socket) -> None:
-        try:
-            while True:
-                self.take(await heard.recv())
-        finally:
-            heard.close()
+        while True:
+            self.take(await heard.recv())
 
     def take(self, message: bytes) -> None:
         """Take a message of a peer; one that is not, or cannot be read, is left out."""
@@ -194,7 +213,10 @@ class Peers:
         if kind == "gone":
             return self._keep(name, set(), now_s)
         if kind == "all":
-            return self._keep(name, set(fields[0]), now_s - _GRACE_S)
+            num_generated: dict[str, int] = dict(fields[0])
+            for known_id in opened.keys() & num_generated:
+                opened[known_id][0].in_flight.receive(known_id, int(num_generated[known_id]))
+            return self._keep(name, {*num_generated}, now_s - _GRACE_S)
         request_id = str(fields[0])
         if kind == "send":
             _, replica_id, num_tokens, num_ids, match_tokens, output_tokens, blocks = fields

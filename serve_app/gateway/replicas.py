@@ -164,6 +164,11 @@ class InFlight:
         self.output_tokens = max(expected_tokens, float(self.count))
         self._row[columns.STATE_OUTPUT_IN_FLIGHT] = self.output_tokens
 
+    def num_generated(self, request_id: str) -> int:
+        """Tokens of an answer that have come; 0: none, or it is not in flight."""
+        request = self._requests.get(request_id)
+        return 0 if request is None else request.num_generated
+
     def close(self, request_id: str, now_s: float, response_s: float | None = None) -> None:
         """Remove a request; `response_s` is None where it was not completed."""
         request = self._requests.pop(request_id, None)

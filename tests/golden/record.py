@@ -257,7 +257,7 @@ def schema_of(cluster: str) -> dict[str, Any]:
         # What the gateway sets for its process would stay in that of the tests.
         sys.setswitchinterval(interval)
         gc.set_threshold(*thresholds)
-    return gateway.make_api().openapi()
+    return gateway.api.openapi()
 
 
 def described(schema: dict[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,12 @@ def test_what_one_has_sent_counts_at_the_other_with_its_cache():
         for message in here.tell():
             there.peers.take(message)
         assert there.state() == here.state()
+        here.table.replicas["a"].in_flight.receive("r1", 7)
+        here.peers.name_all()
+        for message in here.tell():
+            there.peers.take(message)
+        assert there.state() == here.state()
+        assert there.state()[0] == (1, 0.0, 3.0)
         here.end("a", "r1")
         here.end("b", "r2")
         for message in here.tell():
@@ -189,6 +195,22 @@ def test_what_is_no_peers_message_is_left_out():
         assert there.state() == Site().state()
 
     run(test)
+
+
+def test_an_address_that_is_taken_is_said_in_a_sentence():
+    async def test():
+        port = free_port()
+        settings = PeerSettings(listen=f"tcp://127.0.0.1:{port}", connect=())
+        first, second = Site(settings), Site(settings)
+        first.peers.start()
+        try:
+            with pytest.raises(OSError, match=f"gateway.peers: tcp://127.0.0.1:{port}"):
+                second.peers.start()
+        finally:
+            first.peers.stop()
+            second.peers.stop()
+
+    asyncio.run(test())
 
 
 def test_others_machines_need_a_secret_and_sessions_one_gateway():

@@ -504,7 +504,7 @@ async def set_by_hand(gateway):
     allocator = gateway._allocator
     plan = next(one for one in allocator.table.plans if one != allocator.plan)
     shape = {"parallelism": plan.parallelism, "num_gpus": plan.num_gpus}
-    transport = httpx.ASGITransport(gateway.make_api(), client=("127.0.0.1", 1))
+    transport = httpx.ASGITransport(gateway.api, client=("127.0.0.1", 1))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client:
         return await client.post("/v1/allocation", json={"plan": shape})
 
