@@ -44,11 +44,11 @@ PIP_INSTALL := $(BIN)/pip install --quiet --constraint .venv/constraints.txt
 	sed -nE 's/^([a-z0-9.-]+==[^ ]+).*/\1/p' $(LOCK) > $@
 
 .venv/.core: pyproject.toml .venv/constraints.txt
-	$(PIP_INSTALL) --editable .
+	$(PIP_INSTALL) --editable ".[serve,train]"
 	touch $@
 
 .venv/.engines: pyproject.toml .venv/.core
-	$(PIP_INSTALL) --editable ".[engines]"
+	$(PIP_INSTALL) --editable ".[all]"
 	touch $@
 
 .venv/.dev: pyproject.toml .venv/.core

@@ -11,10 +11,13 @@ import numpy.typing as npt
 from pydantic import Field, field_validator
 
 from envs.copies import IndependentCopies, Stepped
+from envs.picture import RENDER_METADATA, Picture, check_render_mode, draw_bars
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dynamics import (
+    BACKLOG,
     DROPPED,
     ENERGY_J,
+    LOAD,
     OFFERED,
     SERVED,
     SWITCHED,
@@ -191,15 +194,22 @@ class ParallelismEnv(gymnasium.Env[Observations, Any]):
         Markov.
     """
 
-    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
+    metadata = RENDER_METADATA
 
-    def __init__(self, config: Mapping[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any] | None = None,
+        render_mode: str | None = None,
+        **options: Any,
+    ) -> None:
         """Validate the configuration.
 
         Args:
             config: Fields of `ParallelismEnvConfig`.
+            render_mode: "rgb_array", or None.
             options: The same fields as keywords.
         """
+        self.render_mode = check_render_mode(render_mode)
         self.config = ParallelismEnvConfig.model_validate({**(config or {}), **options})
         self._feed = _Feed(self.config, num_copies=1)
         self.sim = self._feed.sim
@@ -226,6 +236,12 @@ class ParallelismEnv(gymnasium.Env[Observations, Any]):
         info = {**measured, "action_mask": self._feed.mask(0)}
         ended = bool(self.sim.ended()[0])
         return self.sim.observe()[0].copy(), reward, False, ended, info
+
+    def render(self) -> Picture:  # type: ignore[override]
+        """Draw the pool: its GPUs in use; how busy they were; what waits, half at 100 requests."""
+        on = self.sim.table.plans[self.sim.plan(0)].num_gpus / self.config.scenario.num_gpus
+        load, waiting = self.sim.outs[0, [LOAD, BACKLOG]].tolist()
+        return draw_bars(np.array([[on, load, waiting / (waiting + 100.0)]]))
 
 
 class ParallelismVectorEnv(IndependentCopies):

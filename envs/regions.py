@@ -11,7 +11,9 @@ import numpy.typing as npt
 from pydantic import field_validator
 
 from envs.copies import IndependentCopies, Observations, Stepped
+from envs.picture import RENDER_METADATA, Picture, check_render_mode, draw_bars
 from tokenyard.config import FrozenModel
+from tokenyard.regions import transport
 from tokenyard.regions.activation import ActivationRule, targets
 from tokenyard.regions.demand import sample_stream
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
@@ -65,6 +67,7 @@ class _Copy:
     """One simulator with what the reward and the observation need."""
 
     def __init__(self, config: RegionEnvConfig, forecaster: DemandForecaster) -> None:
+        transport.check_solver()
         self.config, self._forecaster = config, forecaster
         self._rule = ActivationRule.from_scenario(config.scenario)
         cluster = make_cluster(config.scenario)
@@ -161,15 +164,22 @@ class RegionEnv(gymnasium.Env[Observations, npt.NDArray[np.float32]]):
         see docs/results/regions.md; the decision comes before the slot's arrivals are known.
     """
 
-    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
+    metadata = RENDER_METADATA
 
-    def __init__(self, config: Mapping[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any] | None = None,
+        render_mode: str | None = None,
+        **options: Any,
+    ) -> None:
         """Validate the configuration and fit the forecaster.
 
         Args:
             config: Fields of `RegionEnvConfig`.
+            render_mode: "rgb_array", or None.
             options: The same fields as keywords.
         """
+        self.render_mode = check_render_mode(render_mode)
         self.config = RegionEnvConfig.model_validate({**(config or {}), **options})
         self._copy = _Copy(self.config, fit_seasonal(self.config.scenario))
         self.observation_space, self.action_space = _spaces(self.config, self._copy.num_regions)
@@ -217,6 +227,16 @@ class RegionEnv(gymnasium.Env[Observations, npt.NDArray[np.float32]]):
         reward, out = self._copy.step(action)
         info = {name: float(out[column]) for name, column in _MEASURED.items()}
         return self._copy.observe(), reward, False, self._copy.sim.ended, info
+
+    def render(self) -> Picture:  # type: ignore[override]
+        """Draw of every region: servers that are on; how busy they were; what waits.
+
+        Waiting tasks fill half of their bar when they are what the region serves in a slot.
+        """
+        state = self.state
+        on = state.num_active / (state.server_tasks > 0).sum(axis=1)
+        waiting = state.waiting / (state.waiting + state.capacity)
+        return draw_bars(np.column_stack([on, state.used, waiting]))
 
 
 class RegionVectorEnv(IndependentCopies):

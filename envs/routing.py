@@ -11,6 +11,8 @@ import numpy.typing as npt
 from pydantic import Field, field_validator, model_validator
 
 from envs.copies import IndependentCopies, Stepped
+from envs.picture import RENDER_METADATA, Picture, check_render_mode, draw_bars
+from tokenyard import metrics
 from tokenyard.config import FrozenModel
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.observation import OBSERVATION_LIMIT
@@ -19,6 +21,7 @@ from tokenyard.routing.scores.order import FIRST_COME, NUM_ORDER_WEIGHTS
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.constant_rate import Observations
 from tokenyard.routing.simulator.streams import StreamSource
+from tokenyard.types import IntArray
 
 
 class RoutingEnvConfig(FrozenModel):
@@ -133,6 +136,13 @@ class LoadBalancingEnv(gymnasium.Env[Observations, np.int64]):
         (concurrency 5) earn -0.01 * 0.8 (processing) - 0.1 * 0 (queue) + 0.1 * balance + 1, and
         the balance of loads (0.16, 0, 0) is 1 - 0.0754 / 0.0533 = -0.414: 0.951 in all.
 
+    Info:
+        `replica`, where the request was sent; `waiting`, requests that waited at all replicas then;
+        `finished`, requests that were done before the next decision, and where there are any
+        `response_s`, their mean response time. The last step's info also has `mean_response_s`,
+        `p99_response_s` and `slo_violation_fraction` of the episode's requests, which are played to
+        their end for it. Copies of the vectorised environment have none.
+
     Episode end:
         Truncated after `episode_requests` placements, repeated ones included, never terminated:
         traffic goes on, and the value of the last observation, which shows the next request, is
@@ -143,21 +153,29 @@ class LoadBalancingEnv(gymnasium.Env[Observations, np.int64]):
         section IV. Ours: that the router is told no output length unless the scenario says so.
     """
 
-    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
+    metadata = RENDER_METADATA
 
-    def __init__(self, config: Mapping[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any] | None = None,
+        render_mode: str | None = None,
+        **options: Any,
+    ) -> None:
         """Validate the configuration; the first `reset` draws the first episode.
 
         Args:
             config: Fields of `RoutingEnvConfig` (RLlib hands them over as one mapping).
+            render_mode: "rgb_array", or None.
             options: The same fields as keywords, as `gymnasium.make` passes them.
         """
+        self.render_mode = check_render_mode(render_mode)
         self.config = RoutingEnvConfig.model_validate({**(config or {}), **options})
         self._feed = _Feed(self.config, num_copies=1)
         self.sim = self._feed.sim
         self.observation_space, self.action_space = _spaces(self._feed)
         self._actions = np.zeros(1, dtype=np.int64)
         self._steps_left = 0
+        self._in_flight: IntArray = np.zeros(0, np.int64)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -166,6 +184,7 @@ class LoadBalancingEnv(gymnasium.Env[Observations, np.int64]):
         super().reset(seed=seed)
         self._feed.start(0, self.np_random)
         self._steps_left = self.config.num_steps
+        self._in_flight = np.zeros(0, np.int64)
         return self.sim.observe()[0].copy(), {}
 
     def step(self, action: np.int64) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
@@ -177,9 +196,52 @@ class LoadBalancingEnv(gymnasium.Env[Observations, np.int64]):
         if self._steps_left == 0:
             raise ValueError("the episode is over: call reset first")
         self._actions[0] = action
+        view = self.sim.view()
+        info: dict[str, Any] = {"replica": int(action), "waiting": view.num_waiting()}
+        current = view.current()
+        if not (self._in_flight == current).any():  # A request that was refused comes again.
+            self._in_flight = np.append(self._in_flight, current)
         observations, rewards = self.sim.step_and_observe(self._actions)
+        observed, reward = observations[0].copy(), float(rewards[0])
         self._steps_left -= 1
-        return observations[0].copy(), float(rewards[0]), False, self._steps_left == 0, {}
+        response_s = view.response_s(self._in_flight)
+        finished = ~np.isnan(response_s)
+        info["finished"] = int(finished.sum())
+        if info["finished"]:
+            info["response_s"] = float(response_s[finished].mean())
+            self._in_flight = self._in_flight[~finished]
+        ended = self._steps_left == 0
+        if ended:
+            info |= self._measured()
+        return observed, reward, False, ended, info
+
+    def _measured(self) -> dict[str, float]:
+        """Play what is held to its end, and measure the requests that were placed."""
+        self.sim.drain()
+        outcomes = self.sim.view().outcomes()
+        placed = outcomes.server >= 0
+        response_s = outcomes.offered_response_s[placed]
+        violations = outcomes.violations(self.config.scenario.slo_response_s)[placed]
+        return {
+            "mean_response_s": metrics.mean(response_s),
+            "p99_response_s": metrics.percentile(response_s, 99),
+            "slo_violation_fraction": metrics.slo_violation_fraction(violations),
+        }
+
+    def render(self) -> Picture:  # type: ignore[override]
+        """Draw of every replica, from the left: its slots at work, its KV memory, what waits.
+
+        Waiting requests fill half of their bar when they are as many as the replica's slots.
+        """
+        view = self.sim.view()
+        shares = np.zeros((self.config.scenario.num_servers, 3))
+        for replica, snapshot in zip(view.offered(), view.snapshots(), strict=True):
+            shares[replica] = (
+                snapshot.num_running / snapshot.num_slots,
+                snapshot.engine.kv_used_fraction if snapshot.engine else 0.0,
+                snapshot.num_waiting / (snapshot.num_waiting + snapshot.num_slots),
+            )
+        return draw_bars(shares)
 
 
 class LoadBalancingVectorEnv(IndependentCopies):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import importlib.metadata
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import tyro
 FOLDER = Path(__file__).parent
 NAMES = {"deploy": "serve"}
 """Scripts whose verb has another name."""
+DISTRIBUTIONS = {"ot": "pot", "pynvml": "nvidia_ml_py", "zmq": "pyzmq"}
+"""Packages whose modules have another name."""
 
 
 def verbs() -> dict[str, str]:
@@ -38,6 +42,19 @@ def overview() -> str:
     )
 
 
+def extras_with(module: str) -> list[str]:
+    """The extras of the installed package that bring a module, sorted."""
+    top = module.partition(".")[0]
+    distribution = DISTRIBUTIONS.get(top, top)
+    return sorted(
+        extra
+        for requirement in importlib.metadata.requires("tokenyard") or ()
+        if re.split(r"[^\w-]", requirement)[0].replace("-", "_") == distribution
+        for extra in re.findall(r"extra == .(\w+)", requirement)
+        if extra not in ("dev", "test")
+    )
+
+
 def main() -> None:
     """Run the command that the first argument names."""
     verb, *arguments = sys.argv[1:] or ["--help"]
@@ -49,11 +66,16 @@ def main() -> None:
         close = difflib.get_close_matches(verb, modules, 1)
         hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(modules)}"
         sys.exit(f"tokenyard: unknown verb {verb!r}; {hint}")
-    command = importlib.import_module(f"pipelines.{modules[verb]}")
-    description = command.__doc__
-    command.main(
-        tyro.cli(command.Args, prog=f"tokenyard {verb}", args=arguments, description=description)
-    )
+    try:
+        command = importlib.import_module(f"pipelines.{modules[verb]}")
+        prog, description = f"tokenyard {verb}", command.__doc__
+        command.main(tyro.cli(command.Args, prog=prog, args=arguments, description=description))
+    except ModuleNotFoundError as error:
+        extras = extras_with(error.name or "")
+        if not extras:
+            raise
+        choice = " or ".join(f"'tokenyard[{extra}]'" for extra in extras)
+        sys.exit(f"tokenyard {verb} needs {error.name}: pip install {choice}")
 
 
 if __name__ == "__main__":

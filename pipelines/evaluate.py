@@ -22,21 +22,22 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Generic, Literal
+from typing import TYPE_CHECKING, Generic, Literal
 
 import tyro
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from tokenyard import evaluation
 from tokenyard.artifact import RegistryLookup
 from tokenyard.config import at_least_one
-from tokenyard.figures import save_figures
 from tokenyard.problem import A, Candidate, D, Problem, R, Row, S, StreamOptions, find_problem
 from tokenyard.provenance import ResultFile, command_line, make_console, write_result
 from tokenyard.registry import mlflow_lookup
 from tokenyard.routing.policy_file import PolicyFileError
 from tokenyard.workload.trace_options import TraceOptions
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BEST = "best"
 MOST_LOAD = 2.0
@@ -208,6 +209,8 @@ def main(args: Args) -> None:
         if args.json:
             write_result(args.json, command_line(), args.seed, rows)
     if args.figures:
+        from tokenyard.figures import save_figures
+
         save_figures(figures, args.figures)
     if args.mlflow:
         # MLflow takes seconds to import, and most evaluations do without it.

@@ -5,3 +5,15 @@ compared), `workload` (where requests come from). Then one problem, such as `rou
 `scenario` (what is fixed in an experiment), `simulator`, `observation` (snapshots to numbers),
 `policies` (who decides) and `artifact` (how a trained policy travels).
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Find `tokenyard.envs`: in a checkout it is the folder beside this one."""
+    if name == "envs":
+        return import_module("envs")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

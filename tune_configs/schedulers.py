@@ -95,7 +95,7 @@ def drawn_weights(
     """Draw fields of a trial by a tree-structured Parzen estimator; halving stops the poor ones.
 
     What is drawn are weights as numbers, and maybe the algorithm; the estimator looks at the score,
-    which is the same for all. It needs the extra `optuna`.
+    which is the same for all.
 
     Args:
         experiment: Whose scenario, rules and streams hold.
@@ -118,7 +118,7 @@ def drawn_weights(
 
 def parzen_estimator(seed: int) -> Searcher:
     """Make the searcher (Bergstra et al. 2011, "Algorithms for Hyper-Parameter Optimization")."""
-    # Imported here: optuna is an extra that only such experiments need.
+    # Imported here: few experiments need it.
     from ray.tune.search.optuna import OptunaSearch
 
     return OptunaSearch(metric=SCORE, mode="max", seed=seed)

@@ -75,13 +75,10 @@ class Peers:
         """Begin.
 
         Raises:
-            ValueError: ZeroMQ is not installed.
             OSError: An address cannot be used.
         """
-        try:
-            import zmq.asyncio
-        except ImportError:
-            raise ValueError("gateway.peers needs pyzmq: install tokenyard[peers]") from None
+        import zmq
+
         try:
             self._connect()
         except zmq.ZMQError as error:

@@ -12,20 +12,21 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from importlib import resources
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-import pandas as pd
 from pydantic import Field
-from scipy.signal import lfilter
 
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.recurring import RECURRING_KINDS, recurring_demand
 from tokenyard.allocation.scenario import AllocationScenario, Demand
 from tokenyard.config import FrozenModel
+from tokenyard.statistics.recursion import autoregression
 from tokenyard.types import FloatArray
 from tokenyard.workload.paths import data_folders, find_trace
-from tokenyard.workload.readers import read_trace
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 VM_CPU_FILE = "azure_vm_cpu.csv"
 TRACE_SLOTS_PER_DAY = 288
@@ -66,7 +67,7 @@ class DemandGenerator(FrozenModel):
         level = np.interp(day, np.arange(num_days), levels)
         lag_1, lag_2 = self.autoregression
         noise = rng.normal(0.0, self.innovation_std, num_slots + day_slots)
-        residual = lfilter([1.0], [1.0, -lag_1, -lag_2], noise)
+        residual = autoregression(noise, lag_1, lag_2)
         log = harmonics(day) @ np.array(self.profile) + level + residual[day_slots:]
         return np.asarray(np.clip(np.exp(log) - self.floor, 0.0, _MOST_OF_TRACE))
 
@@ -128,6 +129,8 @@ def read_vm_cpu() -> pd.DataFrame | None:
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         return None
+    import pandas as pd
+
     frame = pd.read_csv(path)
     missing = {"min cpu", "max cpu", "avg cpu"} - set(frame.columns)
     if missing:
@@ -185,6 +188,8 @@ class DemandSource:
         path = find_trace(name)
         if path is None:
             raise ValueError(f"no file of trace {name!r} was found (TOKENYARD_DATA)")
+        from tokenyard.workload.readers import read_trace
+
         trace, _ = read_trace(path, "skip")
         counts = np.bincount((trace.arrival_s // slot_s).astype(int)).astype(float)
         if len(counts) < 10:

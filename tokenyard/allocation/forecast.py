@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Annotated, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, model_validator
-from scipy.stats import norm
 
 from tokenyard.allocation.demand import CYCLES_PER_DAY, DemandStream, demand_source, harmonics
 from tokenyard.allocation.earlier_days import LEVELS, NUM_AHEAD, EarlierDays, fit_earlier_days
@@ -292,7 +292,7 @@ def _earlier_days_tell(regression: Forecaster, stream: DemandStream) -> bool:
     recent = DemandStream(stream.per_s[begin:], 0, (stream.start_slot + begin) % day)
     outlook = regression.outlook_all(recent)
     median, spread = (values[cut - begin + at, :NUM_AHEAD, None] for values in outlook)
-    lognormal = np.log(median) + spread * norm.ppf(LEVELS)
+    lognormal = np.log(median) + spread * [NormalDist().inv_cdf(level) for level in LEVELS]
     cases = np.log(earlier.cases_all(judged, at))
     return _pinball(cases, truth) < _pinball(lognormal, truth)
 

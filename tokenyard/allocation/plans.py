@@ -17,9 +17,9 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
-from scipy.special import ndtr
 
 from tokenyard.allocation.scenario import FOLDER, AllocationScenario
 from tokenyard.allocation.types import Parallelism, Plan
@@ -321,13 +321,16 @@ def _replica_curves(scenario: AllocationScenario, plan: Plan, replica: Replica) 
     )
 
 
+_normal_cdf = np.vectorize(NormalDist().cdf, otypes=[np.float64])
+
+
 def _attained(scenario: AllocationScenario, part: _Curves) -> FloatArray:
     """Share of requests that attain both the TTFT and the TPOT SLO, in steady state."""
     slack_s = scenario.slo.ttft_s - part.ttft_s
     violated = part.wait_probability * np.exp(-np.maximum(slack_s, 0.0) / part.mean_wait_s)
     first = np.where(slack_s > 0, 1.0 - violated, 0.0)
     first[-1] = 0.0  # At full load the queue grows without end.
-    tokens = ndtr((scenario.slo.tpot_s / part.tpot_s - 1.0) / TPOT_VARIATION)
+    tokens = _normal_cdf((scenario.slo.tpot_s / part.tpot_s - 1.0) / TPOT_VARIATION)
     return np.asarray(first * tokens)
 
 

@@ -8,11 +8,11 @@ from typing import Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from scipy.signal import lfilter
 
 from tokenyard.regions.demand import RegionStream, sample_rates
 from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.servers import make_cluster
+from tokenyard.statistics.recursion import autoregression
 from tokenyard.types import FloatArray, IntArray
 
 _SMALL = 1.0
@@ -71,7 +71,7 @@ class SeasonalForecaster:
 def _decaying_sums(values: FloatArray, memory: float) -> FloatArray:
     """Row t is the sum over earlier rows s of values[s] * memory^(t - 1 - s)."""
     before = np.vstack([np.zeros_like(values[:1]), values[:-1]])
-    return np.asarray(lfilter([1.0], [1.0, -memory], before, axis=0))
+    return autoregression(before, memory)
 
 
 @dataclass(frozen=True, eq=False)

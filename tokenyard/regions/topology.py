@@ -10,9 +10,6 @@ from importlib import resources
 from typing import Any
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import shortest_path
-from scipy.spatial.distance import pdist, squareform
 
 from tokenyard.types import FloatArray
 
@@ -113,14 +110,14 @@ def _gabriel(name: str, num_regions: int, seed: int) -> Topology:
     if num_regions < 2:
         raise ValueError(f"topology {name!r} must have at least 2 regions")
     points = np.random.default_rng(seed).uniform(0, 500, (num_regions, 2))
-    squared = squareform(pdist(points, "sqeuclidean"))
+    squared = ((points[:, None] - points) ** 2).sum(axis=2)
     # Every pair is tried against every third point: k lies within the circle over i and j when
     # both of its squared distances together are less than theirs.
     through = (squared[:, None, :] + squared[None, :, :]).min(
         axis=2, where=_thirds(num_regions), initial=np.inf
     )
     linked = (through >= squared) & ~np.eye(num_regions, dtype=bool)
-    path_km = shortest_path(csr_array(np.where(linked, np.sqrt(squared), 0.0)))
+    path_km = _shortest_paths(np.where(linked, np.sqrt(squared), np.inf))
     # The square is taken for 30 degrees wide: two hours between its sides.
     return Topology(
         name, tuple(f"r{i}" for i in range(num_regions)), path_km, points[:, 0] / 500 / 12
@@ -138,7 +135,7 @@ def _from_topohub(name: str) -> Topology:
     except ImportError:
         raise ValueError(
             f"topology {name!r} comes with the package topohub, which is not installed: "
-            "pip install 'tokenyard[topologies]', or choose synthetic/continents"
+            "pip install 'tokenyard[train]', or choose synthetic/continents"
         ) from None
     file = files / "data" / f"{name}.json"
     if not file.is_file():
@@ -155,12 +152,12 @@ def _from_topohub(name: str) -> Topology:
             "distances take them for degrees; choose another"
         )
     index = {node["id"]: i for i, node in enumerate(nodes)}
-    links = np.zeros((len(nodes), len(nodes)))
+    links = np.full((len(nodes), len(nodes)), np.inf)
     for edge in graph["edges"]:
         i, j = index[edge["source"]], index[edge["target"]]
         # A link of no length would be none.
         links[i, j] = links[j, i] = max(edge["dist"], _SHORTEST_KM)
-    path_km = shortest_path(csr_array(links), directed=False)
+    path_km = _shortest_paths(links)
     if not np.isfinite(path_km).all():
         raise ValueError(f"topology {name!r} is not connected")
     across = places[:, 0]
@@ -168,3 +165,12 @@ def _from_topohub(name: str) -> Topology:
     return Topology(
         name, tuple(str(node.get("name", node["id"])) for node in nodes), path_km, phase
     )
+
+
+def _shortest_paths(links: FloatArray) -> FloatArray:
+    """Lengths of shortest paths (Floyd and Warshall); infinite links are none, shape (n, n)."""
+    paths = links.copy()
+    np.fill_diagonal(paths, 0.0)
+    for k in range(len(paths)):
+        paths = np.minimum(paths, paths[:, k, None] + paths[k])
+    return paths

@@ -15,8 +15,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import csr_array, hstack, identity, kron, vstack
 
 from tokenyard.types import FloatArray
 
@@ -27,6 +25,18 @@ _TINY = 1e-12
 def has_pot() -> bool:
     """Whether POT is installed."""
     return importlib.util.find_spec("ot") is not None
+
+
+def check_solver() -> None:
+    """Refuse to plan where nothing can.
+
+    Raises:
+        ModuleNotFoundError: scipy is not installed, without which POT is not either.
+    """
+    if importlib.util.find_spec("scipy") is None:
+        raise ModuleNotFoundError(
+            "regions are planned with scipy: pip install 'tokenyard[train]'", name="scipy"
+        )
 
 
 def exact(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArray:
@@ -56,11 +66,16 @@ def _by_pot(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatAr
 
 @cache
 def _incidence(n: int, m: int) -> Any:
+    from scipy.sparse import identity, kron
+
     rows = kron(identity(n), np.ones((1, m)), format="csr")
     return rows, kron(np.ones((1, n)), identity(m), format="csr")
 
 
 def _by_linprog(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArray:
+    from scipy.optimize import linprog
+    from scipy.sparse import vstack
+
     rows, columns = _incidence(len(supply), len(demand))
     # One equation follows from the others, and rounding would make it contradict them.
     solution = linprog(
@@ -178,6 +193,9 @@ def receding_horizon(
     Returns:
         Plans, shape (slots, n, n).
     """
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array, hstack, identity, kron, vstack
+
     slots, n = demand.shape
     bound = capacity * max(1.0, float(demand.sum(axis=1).max() / capacity.sum()) * (1 + 1e-9))
     rows, columns = _incidence(n, n)

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import mean
 
-from scipy.stats import kendalltau
-
 from tokenyard.evaluation import run_all
 from tokenyard.problem import Runner
 from tokenyard.routing.evaluation import mean_summary
@@ -71,6 +69,8 @@ def simulate(
 
 def agreement(measured_s: Mapping[str, float], simulated_s: Mapping[str, float]) -> Agreement:
     """Compare measured with simulated mean responses of policies, seconds."""
+    from scipy.stats import kendalltau
+
     errors = [abs(simulated_s[name] / measured_s[name] - 1.0) for name in measured_s]
     orders = [[means_s[name] for name in measured_s] for means_s in (measured_s, simulated_s)]
     tau = float(kendalltau(*orders).statistic) if len(measured_s) > 1 else float("nan")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tokenyard.statistics import student
 from tokenyard.types import FloatArray, IntArray
 
 CONFIDENCE = 0.95
@@ -47,10 +48,11 @@ def t_interval(values: Sequence[float] | FloatArray) -> Interval:
     mean = float(array.mean()) if len(array) else math.nan
     if len(array) < MIN_STREAMS:
         return Interval(mean, math.nan, math.nan)
-    from scipy import stats
-
-    quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(array) - 1))
-    half = quantile * float(array.std(ddof=1)) / math.sqrt(len(array))
+    half = (
+        student.quantile(0.5 + CONFIDENCE / 2, len(array) - 1)
+        * float(array.std(ddof=1))
+        / math.sqrt(len(array))
+    )
     return Interval(mean, mean - half, mean + half)
 
 
@@ -64,9 +66,9 @@ def paired_p_value(differences: FloatArray) -> float:
         return math.nan
     if np.ptp(differences) <= _ROUNDING * np.abs(differences).max():
         return 0.0 if differences.any() else 1.0
-    from scipy import stats
-
-    return float(stats.ttest_1samp(differences, 0.0).pvalue)
+    num = len(differences)
+    t = float(differences.mean() / differences.std(ddof=1)) * math.sqrt(num)
+    return student.two_sided_p_value(t, num - 1)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -17,9 +17,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import NormalDist
 
 import numpy as np
 
+from tokenyard.statistics import student
 from tokenyard.statistics.intervals import (
     CONFIDENCE,
     MIN_BLOCKS,
@@ -89,12 +91,10 @@ def jackknife_interval(estimate: float, without: FloatArray) -> Interval:
     correlation = (num * float(deviation[1:] @ deviation[:-1]) / square + 1.0) / (num - 4)
     if correlation > _MOST_CORRELATION:
         return Interval(estimate, math.nan, math.nan)
-    from scipy import stats
-
     wider = (1.0 + max(correlation, 0.0)) / (1.0 - max(correlation, 0.0))
     kurtosis = num * float((deviation**4).sum()) / square**2
     freedom = min(num - 1.0, 2.0 * num / max(kurtosis - 1.0, 1e-9)) / wider
-    quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, max(freedom, _LEAST_FREEDOM)))
+    quantile = student.quantile(0.5 + CONFIDENCE / 2, max(freedom, _LEAST_FREEDOM))
     half = quantile * math.sqrt(wider * square / (num * (num - 1)))
     return Interval(estimate, estimate - half, estimate + half)
 
@@ -149,14 +149,12 @@ class JackknifeSamples(Samples):
 
     def p_value(self, other: Samples, key: str) -> float:
         """Two-sided p-value that a measure is another policy's; NaN where there is no interval."""
-        from scipy import stats
-
         assert other.estimates is not None
         found = self.difference(other, key, relative=other.estimates[key] != 0.0)
         if found.half_width == 0.0:
             return 0.0 if found.estimate else 1.0
-        normal = float(stats.norm.ppf(0.5 + CONFIDENCE / 2))
-        return float(2.0 * stats.norm.sf(normal * abs(found.estimate) / found.half_width))
+        errors = abs(found.estimate) / found.half_width * NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
+        return math.erfc(errors / math.sqrt(2.0))
 
     def settled(self, key: str) -> bool:
         """Whether a percentile of the series is more than that of one or two bursts."""

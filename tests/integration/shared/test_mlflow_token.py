@@ -27,7 +27,7 @@ def url(tmp_path):
     plugin.mkdir(parents=True)
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: tokenyard-entry\nVersion: 0.0\n")
     (plugin / "entry_points.txt").write_text(
-        f"[mlflow.app]\ntokenyard = {mlflow_server.__name__}:create_app\n"
+        "[mlflow.app]\ntokenyard = tokenyard.__main__:create_mlflow_app\n"
     )
     port = free_port()
     environment = os.environ | {

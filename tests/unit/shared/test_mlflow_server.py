@@ -11,6 +11,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
+import tokenyard.__main__ as start
 from tune_configs import mlflow_server
 from tune_configs.mlflow_server import TokenRequired, read_token
 
@@ -71,7 +72,9 @@ def test_a_server_without_a_token_does_not_start(tmp_path, monkeypatch):
     assert read_token() == TOKEN
 
 
-def test_mlflow_finds_the_application_by_the_projects_name():
+def test_mlflow_finds_the_application_by_the_projects_name(monkeypatch):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = project["entry-points"]["mlflow.app"]
-    assert named == {"tokenyard": f"{mlflow_server.__name__}:{mlflow_server.create_app.__name__}"}
+    assert named == {"tokenyard": f"{start.__name__}:{start.create_mlflow_app.__name__}"}
+    monkeypatch.setattr(mlflow_server, "create_app", lambda: "the application")
+    assert start.create_mlflow_app() == "the application"

@@ -129,9 +129,19 @@ def test_a_verb_calls_the_main_of_its_script(monkeypatch):
     assert command_line() == "tokenyard fetch_traces azure_code --folder x"
 
 
-def test_the_console_script_is_the_function_that_is_tested_here():
+def test_the_console_script_is_the_command_that_is_tested_here(monkeypatch):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["scripts"] == {"tokenyard": f"{cli.__name__}:{cli.main.__name__}"}
+    assert project["scripts"] == {"tokenyard": "tokenyard.__main__:main"}
+    begun = []
+    monkeypatch.setattr(cli, "main", lambda: begun.append(1))
+    importlib.import_module("tokenyard.__main__").main()
+    assert begun == [1]
+
+
+def test_a_package_that_is_not_there_is_found_in_the_extras():
+    assert cli.extras_with("torch.nn") == ["engines", "train"]
+    assert cli.extras_with("ot") == ["train"]
+    assert cli.extras_with("numpy") == cli.extras_with("nowhere") == []
 
 
 def test_a_command_line_keeps_the_token_to_itself(monkeypatch):

@@ -488,6 +488,15 @@ class BatchingView(NamedTuple):
         """
         return int(kernel.best_ahead(self.sim.arrays, self.copy, others_weight))
 
+    def num_waiting(self) -> int:
+        """Requests that wait at all replicas now."""
+        return int(self.sim.arrays.state[self.copy, :, lay.WAITING].sum())
+
+    def response_s(self, requests: IntArray) -> FloatArray:
+        """Response times of requests, NaN until one is done, seconds, shape (num,)."""
+        finish_s = self.sim.arrays.outcomes[self.copy, requests, lay.FINISH_S]
+        return np.asarray(finish_s - self.sim.arrays.requests[self.copy, requests, lay.ARRIVAL_S])
+
     def outcomes(self) -> BatchingOutcomes:
         """What became of one copy's requests, in order of arrival."""
         requests, outcome = (

@@ -372,6 +372,14 @@ class ClusterView(NamedTuple):
             tokens=self.sim.requests[self.copy, which, kernel.PREDICTED_TOTAL],
         )
 
+    def num_waiting(self) -> int:
+        """Requests that wait at all servers now."""
+        return int(self.sim.state[self.copy, :, kernel.WAITING].sum())
+
+    def response_s(self, requests: IntArray) -> FloatArray:
+        """Response times of requests, NaN until one is done, seconds, shape (num,)."""
+        return np.asarray(self.sim.outcome_table[self.copy, requests, kernel.RESPONSE_S])
+
     def outcomes(self) -> Outcomes:
         """What became of one copy's requests."""
         requests, outcome = self.sim.requests[self.copy], self.sim.outcome_table[self.copy]

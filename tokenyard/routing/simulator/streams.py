@@ -25,7 +25,6 @@ from tokenyard.workload.closed import draw_closed
 from tokenyard.workload.features import RobustScaler, request_features
 from tokenyard.workload.model import WorkloadModel, load_model, poisson_arrivals
 from tokenyard.workload.paths import find_trace
-from tokenyard.workload.readers import read_trace
 from tokenyard.workload.trace import Trace
 
 Purpose = Literal["training", "validation", "evaluation", "scaling"]
@@ -262,6 +261,8 @@ def recorded_windows(source: StreamSource, count: int) -> StreamSet:
     path = None if recorded is None else find_trace(recorded.name)
     if recorded is None or path is None:
         raise ValueError(f"no recorded test part of {source.scenario.name!r} was found")
+    from tokenyard.workload.readers import read_trace
+
     whole = source.at_rate(read_trace(path)[0], None)
     windows = whole.tail_from(recorded.first).windows(count)
     origin = f"{path.name} from request {recorded.first} on, {count} windows"
@@ -287,6 +288,8 @@ def _recorded_part(
     path = find_trace(recorded.name)
     if path is None:
         return None
+    from tokenyard.workload.readers import read_trace
+
     whole, _ = read_trace(path)
     # Scale the whole file, so that lulls and bursts of the part keep their size.
     whole = source.at_rate(whole, load)
