@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from serve_app.cluster import Cluster, load_cluster
+from serve_app.cluster import Cluster, ExternalPool, load_cluster
 from serve_app.engines.tokenizer import Tokenizer
 from serve_app.gateway import interpreter
 from serve_app.gateway.backends import make_backends
@@ -110,6 +110,7 @@ class GatewayReplica:
 
     _allocator: Any = None
     """`serve_app.allocation.allocator.Allocator`, where a pool is allocated."""
+    _recommending: asyncio.Task[None] | None = None
     _ext_proc: Any = None
     """`serve_app.ext_proc.server.ExtProcServer`, where it picks for Envoy."""
 
@@ -153,6 +154,11 @@ class GatewayReplica:
             self._allocator = make_allocator(
                 APP_NAME, self._gateway, backends, bind_pool, registry, options.decision_log
             )
+        self._recommendations = None
+        if any(isinstance(pool, ExternalPool) and pool.autoscaling for pool in cluster.pools):
+            from serve_app.allocation.recommendation import Recommendations
+
+            self._recommendations = Recommendations(self._gateway, registry)
         gateway = self._gateway
         parts: dict[str, Remembers] = {
             "autopilot": gateway.autopilot, "outliers": gateway.outliers, "limits": limits,
@@ -263,6 +269,8 @@ class GatewayReplica:
                 pool.start(self._gateway.manager.note)
         if self._allocator is not None:
             self._reshaping = asyncio.create_task(self._allocator.run())
+        if self._recommendations is not None:
+            self._recommending = asyncio.create_task(self._recommendations.run())
 
     def _note_keys(self) -> None:
         """Write to the audit log that the key file was read again."""
@@ -277,6 +285,8 @@ class GatewayReplica:
     async def _stop(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
+        if self._recommending is not None:
+            self._recommending.cancel()
         for pool in self._pools.values():
             await pool.stop()
         self._gateway.manager.stop()

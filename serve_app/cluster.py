@@ -143,6 +143,18 @@ def _passable(name: str) -> str:
     return name.lower()
 
 
+class Autoscaling(FrozenModel):
+    """How many endpoints a pool should have, for what starts and ends them: HPA, KEDA."""
+
+    scenario: str
+    """Allocation scenario, by name or YAML path: GPU, model, SLO and the most GPUs."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """GPUs of one endpoint."""
+    policy: str = "autoscaler_70"
+    """champion, a policy file (.npz) or an allocation rule's name."""
+    min_replicas: Annotated[int, Field(ge=1)] = 1
+
+
 class ExternalPool(FrozenModel):
     """Servers that run already and speak OpenAI's API."""
 
@@ -170,6 +182,8 @@ class ExternalPool(FrozenModel):
     max_ongoing: Annotated[int, Field(ge=1)] = 1024
     """Most requests of this gateway in flight at one endpoint; more are placed elsewhere. Where
     there is no room anywhere they wait in the cluster's `queue`, or get 429."""
+    autoscaling: Autoscaling | None = None
+    """Recommends a number of endpoints, as a metric and in `GET /v1/pools`."""
     order: Literal["fcfs", "priority"] = "fcfs"
     """The endpoints' `--scheduling-policy`. With `priority` each request is sent with its place in
     the policy's order as vLLM's `priority`, and callers may give none of their own."""

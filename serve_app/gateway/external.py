@@ -103,6 +103,8 @@ class ExternalBackend:
     """A pool of endpoints; each has deadlines, and its metrics are scraped."""
 
     takes_any = True
+    recommended_replicas: int | None = None
+    """Where the pool has `autoscaling`: see `serve_app.allocation.recommendation`."""
 
     def __init__(
         self, pool: ExternalPool, served_model: str, metrics: Metrics,
@@ -246,6 +248,7 @@ class ExternalBackend:
             "service_discovery": {name: sorted(urls) for name, urls in self._discovered.items()},
             "added": [*self._added], "removed": sorted(self._removed),
             "problems": self._problems | self._taken,
+            "recommended_replicas": self.recommended_replicas,
         }  # fmt: skip
 
     def ray_replicas(self) -> tuple[Any, ...]:

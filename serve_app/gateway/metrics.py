@@ -71,6 +71,9 @@ class Metrics:
         Gauge, "Share of KV memory held, mean of the pool's replicas.", _POOL
     ]
     replicas: Annotated[Gauge, "Replicas that are known.", _POOL]
+    recommended_replicas: Annotated[
+        Gauge, "Replicas that the pool should have, where its file asks for `autoscaling`.", _POOL
+    ]
     signal_age_seconds: Annotated[Gauge, "Age of the oldest state in the pool.", _POOL]
     host: Annotated[Gauge, "Load of a replica's machine and its GPUs.", _HOST]
     held: Annotated[Gauge, "Requests that wait at the gateway for a replica with room.", _NONE]
