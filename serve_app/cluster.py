@@ -13,7 +13,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from serve_app.endpoints import AnyEndpoint, GatewayPath, MetricNames, Pattern, ServiceDiscovery
+from serve_app.endpoints import (
+    AnyEndpoint,
+    Autoscaling,
+    GatewayPath,
+    MetricNames,
+    Pattern,
+    ServiceDiscovery,
+)
 from serve_app.engine_config import PAGE_TOKENS, EngineConfig, Hardware
 from tokenyard.allocation.types import Parallelism
 from tokenyard.config import FrozenModel, check_distinct, fitted, read_fields
@@ -141,18 +148,6 @@ def _passable(name: str) -> str:
     if not _PASSABLE.fullmatch(name.lower()):
         raise ValueError(f"header {name!r} cannot be passed")
     return name.lower()
-
-
-class Autoscaling(FrozenModel):
-    """How many endpoints a pool should have, for what starts and ends them: HPA, KEDA."""
-
-    scenario: str
-    """Allocation scenario, by name or YAML path: GPU, model, SLO and the most GPUs."""
-    tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    """GPUs of one endpoint."""
-    policy: str = "autoscaler_70"
-    """champion, a policy file (.npz) or an allocation rule's name."""
-    min_replicas: Annotated[int, Field(ge=1)] = 1
 
 
 class ExternalPool(FrozenModel):

@@ -117,3 +117,15 @@ def _network(pattern: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | No
         return ipaddress.ip_network(pattern, strict=False)
     except ValueError:
         return None
+
+
+class Autoscaling(FrozenModel):
+    """How many endpoints a pool should have, for what starts and ends them: HPA, KEDA."""
+
+    scenario: str
+    """Allocation scenario, by name or YAML path: GPU, model, SLO and the most GPUs."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """GPUs of one endpoint."""
+    policy: str = "autoscaler_70"
+    """champion, a policy file (.npz) or an allocation rule's name."""
+    min_replicas: Annotated[int, Field(ge=1)] = 1
