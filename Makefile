@@ -30,7 +30,10 @@ PLUGS := $(or $(TOKENYARD_PLUGS),.plugs)
 # Engines of others, for tests/engines: an environment each.
 ENGINES := $(or $(TOKENYARD_ENGINES),.engines-real)
 
-.PHONY: sweep kernels test test-all test-recorded test-cluster test-engines claims drills check serve demo mlflow bench install install-locked sbom audit test-plugs rivals clients plugs engines-real
+# What builds the site: an environment of its own, as nothing else needs it.
+DOCS := $(or $(TOKENYARD_DOCS),.docs)
+
+.PHONY: docs sweep kernels test test-all test-recorded test-cluster test-engines claims drills check serve demo mlflow bench install install-locked sbom audit test-plugs rivals clients plugs engines-real
 .DEFAULT_GOAL := sweep
 
 # Modules are compiled when they are first imported: most of what Ray, torch and MLflow bring never is.
@@ -122,6 +125,15 @@ $(ENGINES)/%/.installed: engines-real/%.txt
 	sed -n '/^torch==/p' $< | xargs -r $(@D)/bin/pip install --quiet
 	$(@D)/bin/pip install --quiet --no-deps --requirement $<
 	touch $@
+
+$(DOCS)/.installed: docs/requirements.txt
+	test -d $(@D)/bin || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --requirement $<
+	touch $@
+
+docs: .venv/.dev $(DOCS)/.installed ## The site in site/, without a warning; its links lead somewhere, and its blocks run.
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	$(BIN)/pytest -m "" -rs tests/unit/shared/test_documents.py
 
 test-plugs: .venv/.dev plugs ## The picker behind a real Envoy.
 	$(BIN)/pytest -m integration -rs --durations=10 tests/integration/plugs
