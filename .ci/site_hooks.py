@@ -78,6 +78,8 @@ def contents(decisions: list[str]) -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links to files of the repository into links between pages."""
     here = page.file.src_uri
+    if here.startswith(("results/", "decisions/")):
+        page.meta["search"] = {"boost": 0.5}  # Pages of use come first.
     is_copy = here.startswith("source/")
     source = here.removeprefix("source/").removesuffix(".md") if is_copy else f"docs/{here}"
 
