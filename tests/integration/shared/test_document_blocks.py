@@ -23,7 +23,7 @@ from serve_app.http.free_port import free_port
 
 pytestmark = pytest.mark.integration
 
-LIMIT_S = 300.0
+LIMIT_S = 900.0  # A machine that others use too takes long.
 PLUGS = Path(os.environ.get("TOKENYARD_PLUGS", ROOT / ".plugs"))
 NEEDS = {"docs/envoy.md": PLUGS / "envoy" / "bin" / "envoy"}
 PORTS = ("8000", "8010", "8080", "9002", "9003")
