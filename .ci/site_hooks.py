@@ -8,12 +8,14 @@ import re
 from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(\))")
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
+LOADED = re.compile(r"<(?:script|img|iframe)[^>]* src=.?https?:|<link[^>]* href=.?https?:")
 HEAD = "---\nsearch: {exclude: true}\n---\n\n"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
 
@@ -94,3 +96,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     parts = CODE.split(markdown)
     return "".join(part if CODE.fullmatch(part) else LINK.sub(moved, part) for part in parts)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Refuse a page that would load something from elsewhere."""
+    if found := LOADED.search(output):
+        raise PluginError(f"{page.file.src_uri} loads from elsewhere: {found[0]}")
+    return output
