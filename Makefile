@@ -30,7 +30,13 @@ PLUGS := $(or $(TOKENYARD_PLUGS),.plugs)
 # Engines of others, for tests/engines: an environment each.
 ENGINES := $(or $(TOKENYARD_ENGINES),.engines-real)
 
-.PHONY: sweep kernels test test-all test-recorded test-cluster test-engines claims drills check serve demo mlflow bench install install-locked sbom audit test-plugs rivals clients plugs engines-real
+# What builds the site: an environment of its own, as nothing else needs it.
+DOCS := $(or $(TOKENYARD_DOCS),.docs)
+
+# What documents tell a reader to type, which `make docs` runs.
+BLOCKS := tests/integration/shared/test_document_blocks.py
+
+.PHONY: docs sweep kernels test test-all test-recorded test-cluster test-engines claims drills check serve demo mlflow bench install install-locked sbom audit test-plugs rivals clients plugs engines-real
 .DEFAULT_GOAL := sweep
 
 # Modules are compiled when they are first imported: most of what Ray, torch and MLflow bring never is.
@@ -87,7 +93,7 @@ test: kernels ## At every change: what starts no process, and one of each kind t
 test-all: kernels ## Before a change lands: all but the cluster, at full size; last what needs the machine.
 	-$(MAKE) plugs  # Tests before Envoy skip where no index has it.
 	$(IN_TWO) --hypothesis-profile=thorough -m "not (integration or cluster or engines)"
-	$(BIN)/pytest --durations=25 --hypothesis-profile=thorough -m "integration and not cluster"
+	$(BIN)/pytest --durations=25 --hypothesis-profile=thorough -m "integration and not cluster" --ignore=$(BLOCKS)
 
 test-recorded: kernels ## What reads published traces, which others skip: TOKENYARD_DATA is the folder that has them.
 	$(IN_TWO) --hypothesis-profile=thorough -m recorded
@@ -122,6 +128,15 @@ $(ENGINES)/%/.installed: engines-real/%.txt
 	sed -n '/^torch==/p' $< | xargs -r $(@D)/bin/pip install --quiet
 	$(@D)/bin/pip install --quiet --no-deps --requirement $<
 	touch $@
+
+$(DOCS)/.installed: docs/requirements.txt
+	test -d $(@D)/bin || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --requirement $<
+	touch $@
+
+docs: .venv/.dev $(DOCS)/.installed ## The site in site/, without a warning; its links lead somewhere, and its blocks run.
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	$(BIN)/pytest -m "" -rs --durations=10 tests/unit/shared/test_documents.py $(BLOCKS)
 
 test-plugs: .venv/.dev plugs ## The picker behind a real Envoy.
 	$(BIN)/pytest -m integration -rs --durations=10 tests/integration/plugs

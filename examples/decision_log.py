@@ -5,7 +5,7 @@
 
 Without a folder it starts a gateway that only decides, and asks it where each of 50 requests should
 go. Expect how often each replica was chosen, how long a decision took, and the last decision with
-the score of every candidate. Columns are explained in docs/serving.md. It takes a few seconds.
+the score of every candidate. Columns are in docs/serving/operations.md. It takes a few seconds.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ PROFILE = {
     "sequence_s": 5.0e-5,
     "kv_token_s": 8.0e-8,
 }
-"""How long an iteration of the engine takes: for your own see docs/serving.md."""
+"""How long an iteration of the engine takes: for your own see docs/serving/endpoints.md."""
 
 
 def cluster(model: str, urls: list[str]) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """A cluster as data: pools of replicas, SLOs, and which policy decides.
 
 A pool is either ours, one Serve deployment of `serve_app.ray_serve.replica`, or external: endpoints
-that speak OpenAI's API. Files are YAML; docs/serving.md has an example.
+that speak OpenAI's API. Files are YAML; docs/serving/cluster-file.md has an example.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ class Pool(FrozenModel):
     """Equal replicas of one engine, deployed by us."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
+    """Its name in metrics, logs and `GET /v1/pools`."""
     kind: Literal["own"] = "own"
     served_model: _ModelName | None = None
     """Name by which callers ask for its model; None: the cluster's."""
@@ -154,8 +155,10 @@ class ExternalPool(FrozenModel):
     """Servers that run already and speak OpenAI's API."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
+    """Its name in metrics, logs and `GET /v1/pools`."""
     kind: Literal["external"]
     endpoints: tuple[AnyEndpoint, ...] = ()
+    """URLs of the servers, with or without `/v1`."""
     service_discovery: ServiceDiscovery | None = None
     """More endpoints, which come and go."""
     allowed: tuple[Pattern, ...] = ()
@@ -185,6 +188,7 @@ class ExternalPool(FrozenModel):
     max_model_tokens: Annotated[int, Field(ge=2)] | None = None
     """Longest prompt plus output; None: what the endpoints say."""
     prefix_block_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens of one block of the endpoints' prefix cache (vLLM: 16); 0: none is assumed."""
     api_key_env: str | None = None
     """Environment variable that holds the endpoints' bearer token."""
     rewrite_model: bool = False
@@ -223,7 +227,9 @@ class PlanMessage(FrozenModel):
     """A plan, as a file or a person writes it."""
 
     parallelism: Parallelism
+    """How GPUs make replicas, such as `data`, `model` or `hybrid_tp2`."""
     num_gpus: Annotated[int, Field(ge=1, le=1024)]
+    """GPUs of all replicas together."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of a GPU's memory; None: the least that is best."""
     max_batch: Annotated[int, Field(ge=1, le=65_536)] | None = None
@@ -281,9 +287,13 @@ class SloClass(FrozenModel):
     """The SLO of a class of requests; a request names its class by `service_tier`."""
 
     name: Annotated[str, Field(min_length=1, max_length=40)]
+    """Name by which requests ask for it."""
     response_s: Annotated[float, Field(gt=0)]
+    """SLO of the response time."""
     ttft_s: Annotated[float, Field(gt=0)] | None = None
+    """SLO of the time to first token; None: there is none."""
     tpot_s: Annotated[float, Field(gt=0)] | None = None
+    """SLO of the mean time per output token after the first; None: there is none."""
     admitted_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of `max_in_flight` that may be taken when a request of this class is let in: below 1
     keeps room for the other classes."""
@@ -298,7 +308,9 @@ class Limits(FrozenModel):
     max_in_flight: Annotated[int, Field(ge=1)] = 256
     """Requests accepted and not yet answered; one more gets 429 and a Retry-After."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS)] = 32_768
+    """Longest prompt, for pools of ours."""
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS)] = 4_096
+    """Longest answer, for pools of ours."""
     default_output_tokens: Annotated[int, Field(ge=1)] = 256
     """`max_tokens` of a request that names none."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
@@ -418,7 +430,6 @@ class GatewaySettings(FrozenModel):
     keys: GatewayPath | None = None
     """File of API keys, read anew when it changes: see
     `serve_app.gateway.callers.KeysMessage`. None: the tokens of the environment alone."""
-
     audit_log: GatewayPath | None = None
     """File that gets a line of JSON for each change: of policies, of plans
     by hand, of keys. None: only the last 200 are kept, in memory and in the state file."""
@@ -447,7 +458,9 @@ class Cluster(FrozenModel):
     format_version: Literal[1] = FORMAT_VERSION
     """Version of the file. Keys with a default come and go without a new one."""
     name: str
+    """Name of the cluster, in logs and rows."""
     description: str
+    """What it is for, in a sentence."""
     served_model: _ModelName
     """Name by which callers ask for the model of pools that name none, and what a request gets that
     names none."""

@@ -55,6 +55,7 @@ class KubernetesService(FrozenModel):
     """A service of Kubernetes, whose EndpointSlices are watched."""
 
     service: _Label
+    """Its name."""
     namespace: _Label | None = None
     """None: the gateway's own."""
     port: _Port | str | None = None
@@ -84,7 +85,9 @@ class MetricNames(FrozenModel):
     port: _Port | None = None
     """None: that of the endpoint."""
     waiting: str | None = None
+    """Requests that wait in the engine."""
     running: str | None = None
+    """Requests that the engine computes."""
     kv_used: str | None = None
     """A share, from 0 to 1."""
 

@@ -26,6 +26,7 @@ class Hardware(FrozenModel):
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     """GPUs that share every layer."""
     precision: Precision = "fp16"
+    """Of its weights."""
 
     @model_validator(mode="after")
     def _is_known(self) -> Self:
@@ -69,6 +70,7 @@ class EngineConfig(FrozenModel):
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
     """Stages that the layers are divided into."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of weights and KV cache."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that weights and KV cache may take; without GPU, of `kv_bytes`."""
     kv_bytes: Annotated[int, Field(gt=0)] | None = None

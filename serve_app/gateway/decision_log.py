@@ -2,7 +2,8 @@
 
 A row is written when its request ends, or at once where nothing is sent (`POST /v1/route`). The
 event loop only hands over what it has; a thread lays it out and makes files of it,
-`decisions-<start>-<random>-<number>.parquet`, each of them complete. Columns: docs/serving.md.
+`decisions-<start>-<random>-<number>.parquet`, each of them complete. Columns:
+docs/serving/operations.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A policy behind a URL that answers `POST /v1/route` (docs/serving.md), as an entry of the arena.
+"""An entry of the arena: a policy behind a URL that answers `POST /v1/route`.
 
-What the simulator's router may know is sent as JSON; only the `index` of the answer is read. One
-server answers for all streams: their clocks all begin near 0.
+docs/serving/embedding.md has the format. What the simulator's router may know is sent as
+JSON; only the `index` of the answer is read. One server answers for all streams: their clocks all
+begin near 0.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import openai
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from document_blocks import blocks
 from integration.serve.test_sessions_live import an_endpoint as a_paced_endpoint
 from sizes import is_thorough
 from unit.openai_endpoint import an_openai_endpoint
@@ -44,15 +45,15 @@ HEADS = {
 }  # fmt: skip
 
 
-def blocks(language):
-    """The code blocks of a language in docs/envoy.md."""
-    text = (ROOT / "docs" / "envoy.md").read_text(encoding="utf-8")
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+def saved(name):
+    """What a reader of docs/envoy.md saves under a name."""
+    [block] = [one for one in blocks("docs/envoy.md") if one.marks.get("file") == name]
+    return yaml.safe_load(block.text)
 
 
 def envoy_config(ports, engines, mode=None, subset=None):
     """The configuration of docs/envoy.md with other ports, and in another mode."""
-    config = yaml.safe_load(blocks("yaml")[1])
+    config = saved("envoy.yaml")
     static = config["static_resources"]
     [listener], [engine_cluster, picker_cluster] = static["listeners"], static["clusters"]
     listener["address"]["socket_address"]["port_value"] = ports.envoy
@@ -89,7 +90,7 @@ class Behind:
         self.ports = SimpleNamespace(envoy=free_port(), grpc=free_port(), http=free_port())
         self.url = f"http://127.0.0.1:{self.ports.envoy}"
         self.log = folder / "log"
-        fleet = yaml.safe_load(blocks("yaml")[0]) | fields
+        fleet = saved("fleet.yaml") | fields
         fleet["pools"][0]["endpoints"] = [f"http://127.0.0.1:{port}" for port in engines]
         (folder / "fleet.yaml").write_text(yaml.safe_dump(fleet))
         config = envoy_config(self.ports, engines, mode, subset)
@@ -304,34 +305,3 @@ def test_counts_are_right_where_callers_leave_and_streams_outlive_the_picker(tmp
 
         with known.running():
             asyncio.run(drill())
-
-
-def test_the_commands_of_the_page_work(engines, tmp_path):
-    ports = SimpleNamespace(envoy=free_port(), grpc=free_port(), http=free_port())
-    replaced = {
-        "8001": engines[0].server_port, "8002": engines[1].server_port, "8080": ports.envoy,
-        "9002": ports.grpc, "9003": ports.http,
-    }  # fmt: skip
-
-    def moved(text):
-        return re.sub("|".join(replaced), lambda found: str(replaced[found[0]]), text)
-
-    for name, text in zip(("fleet.yaml", "envoy.yaml"), blocks("yaml"), strict=False):
-        (tmp_path / name).write_text(moved(text))
-    script = moved(blocks("sh")[1]).replace(".plugs/envoy/bin/envoy", f"PYTHONPATH= {ENVOY}")
-    script = script.replace(".venv/bin/tokenyard", f"{sys.executable} -m pipelines.cli")
-    begin, ask = script.split("curl", 1)
-    wait = f"until curl -sf 127.0.0.1:{ports.http}/healthz >/dev/null; do sleep 0.2; done\n"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    shell = subprocess.Popen(
-        ["bash", "-ec", f"{begin}{wait}curl{ask}kill %1 %2"], cwd=tmp_path, env=env, text=True,
-        stdout=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, _ = shell.communicate(timeout=LIMIT_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(shell.pid, signal.SIGKILL)
-    assert shell.returncode == 0
-    assert "word word" in said
-    assert '"in_flight"' in said

@@ -1,19 +1,25 @@
-"""What the documents say of themselves holds: README's blocks run, and links lead somewhere."""
+"""What the documents say of themselves holds: blocks run, and links lead somewhere.
+
+Blocks that start processes are in tests/integration/shared/test_document_blocks.py."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
+import json
 import re
+import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
+import tyro
+import yaml
+from document_blocks import LANGUAGES, REASONS, ROOT, all_blocks, blocks, pages_of_use
 
 from pipelines import cli
 from serve_app.cluster import load_cluster
 
-ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(?:#([^)\s]+))?\)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -39,23 +45,23 @@ def anchors(document):
     return {anchor(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
 
 
-def blocks(language=""):
-    """The fenced blocks of the README in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-
-
 def sentences(text):
     """Sentences of Markdown, without code, tables and pictures; a list's items end sentences."""
-    prose = re.sub(r"^\|.*$|^!\[.*$|^#.*$", "", FENCED.sub("", text), flags=re.MULTILINE)
+    prose = re.sub(r"<!--.*?-->", "", FENCED.sub("", text), flags=re.DOTALL)
+    prose = re.sub(r"^ *\|.*$|^!\[.*$|^#.*$", "", prose, flags=re.MULTILINE)
     prose = re.sub(r"\]\([^)]*\)", "]", prose)
-    parts = re.split(r"\n\s*\n|^- ", prose, flags=re.MULTILINE)
-    return [one for part in parts for one in re.split(r"(?<=[.!?])\**\s", part)]
+    parts = re.split(r"\n\s*\n|^ *(?:- |\d+\. )", prose, flags=re.MULTILINE)
+    return [one for part in parts for one in re.split(r"(?<=[.!?])[*)]*\s", part)]
 
 
-def test_the_readme_is_short_and_so_are_its_sentences():
+def test_the_readme_is_short():
     assert len(README.splitlines()) <= 120
-    too_long = [one for one in sentences(README) if len(re.findall(r"\S*\w\S*", one)) > 30]
-    assert too_long == []
+
+
+@pytest.mark.parametrize("page", pages_of_use())
+def test_sentences_of_pages_of_use_are_short(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [one for one in sentences(text) if len(re.findall(r"\S*\w\S*", one)) > 30] == []
 
 
 def test_the_commands_of_the_readme_exist():
@@ -75,21 +81,58 @@ def test_the_commands_of_the_readme_exist():
         assert set(re.findall(r"--[\w-]+", line)) <= options[verb]
 
 
-def test_the_cluster_of_the_readme_loads(tmp_path):
-    (text,) = blocks("yaml")
-    (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
-    cluster = load_cluster(str(tmp_path / "mine.yaml"))
-    assert not cluster.needs_ray
-    assert len(cluster.pools[0].endpoints) == 2
+def test_every_block_has_a_language_and_a_reason_where_it_does_not_run():
+    for block in all_blocks():
+        assert block.language in LANGUAGES, block.place
+        reason = block.marks.get("not run", REASONS[0])
+        assert reason.startswith(REASONS), f"{block.place}: {reason}"
 
 
-def test_the_program_of_the_readme_prints_what_it_says():
-    (program,) = blocks("python")
-    (expected,) = re.findall(r"^print\(.*\)  # (.*)$", program, re.MULTILINE)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        exec(program, {})
-    assert said.getvalue() == f"{expected}\n"
+def test_files_of_blocks_can_be_read(tmp_path):
+    clusters = []
+    for block in all_blocks():
+        if block.language == "json":
+            json.loads(block.text)
+        if block.language == "yaml":
+            said = yaml.safe_load(block.text)
+            if "file" in block.marks and "pools" in said:
+                path = tmp_path / f"{len(clusters)}.yaml"
+                path.write_text(block.text, encoding="utf-8")
+                clusters.append(load_cluster(str(path)))
+    assert len(clusters) >= 4
+    assert not clusters[0].needs_ray  # README's.
+    assert len(clusters[0].pools[0].endpoints) == 2
+
+
+@pytest.mark.parametrize("page", [page for page in pages_of_use() if blocks(page, "python")])
+def test_programs_print_what_they_say(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(page, "python"):
+        expected = re.findall(r"^print\(.*\)  # (.*)$", block.text, re.MULTILINE)
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            exec(compile(block.text, block.place, "exec", dont_inherit=True), {"__name__": "block"})
+        assert said.getvalue().splitlines() == expected, block.place
+
+
+def test_commands_of_blocks_take_their_options():
+    """Those that run elsewhere, too: each is parsed, and not called."""
+    verbs, parsed = cli.verbs(), 0
+    for block in (one for one in all_blocks() if one.language == "shell"):
+        for command in block.commands():
+            found = re.match(
+                r"(?:\w+=\S+ )*(?:tokenyard (\w+)|python pipelines/(\w+)\.py)(.*)", command
+            )
+            if found is None:
+                continue
+            script = importlib.import_module(f"pipelines.{found[2] or verbs[found[1]]}")
+            with contextlib.redirect_stderr(io.StringIO()) as refused:
+                try:
+                    tyro.cli(script.Args, args=shlex.split(found[3]))
+                except SystemExit:
+                    pytest.fail(f"{block.place}: {command}\n{refused.getvalue()}")
+            parsed += 1
+    assert parsed > 40
 
 
 def test_links_between_documents_lead_somewhere():
