@@ -27,7 +27,7 @@ LIMIT_S = 900.0  # A machine that others use too takes long.
 PLUGS = Path(os.environ.get("TOKENYARD_PLUGS", ROOT / ".plugs"))
 NEEDS = {"docs/envoy.md": PLUGS / "envoy" / "bin" / "envoy"}
 PORTS = ("8000", "8010", "8080", "9002", "9003")
-FOLDERS = ("benchmarks", "clusters", "examples", "pipelines", "tokenyard")
+FOLDERS = ("benchmarks", "clusters", "examples", "pipelines")
 LESS = {
     "evaluate": "--streams 2",
     "train": "--minutes 0.05",
@@ -52,7 +52,8 @@ class Reader:
         (folder / ".plugs").symlink_to(PLUGS)
         (folder / "bin").mkdir()
         self.script("python", f'exec {sys.executable} "$@"')
-        self.script("tokenyard", f'exec {sys.executable} -m pipelines.cli "$@"')
+        # Not from this folder (-P): from another path numba would compile everything anew.
+        self.script("tokenyard", f'exec {sys.executable} -P -m pipelines.cli "$@"')
         self.script("make", 'test "$*" = install')  # It is installed already.
         path = os.pathsep.join((str(folder / "bin"), os.environ["PATH"]))
         self.environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
@@ -85,7 +86,7 @@ class Reader:
         elif "stays" in block.marks:
             self.starts(block, self.lessened(text))
         elif block.language == "python":
-            self.runs(block, [sys.executable, "-c", text])
+            self.runs(block, [sys.executable, "-P", "-c", text])
         else:
             self.runs(block, ["bash", "-euo", "pipefail", "-c", self.lessened(text)])
 
