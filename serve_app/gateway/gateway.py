@@ -293,7 +293,7 @@ class Gateway:
         return held + sum(r.status.num_waiting for r in self.table.replicas.values())
 
     def _count_refusal(self, request: InferenceRequest) -> None:
-        self.history.refuse(self.clock_s(), request.tenant or request.caller.tenant)
+        self.history.refuse(self.clock_s())
         if request.caller is not ANYBODY:
             self.metrics.of_tenant(request.caller.tenant).refused.inc()
 
@@ -317,12 +317,11 @@ class Gateway:
                 answer.request.request_id, attained, answer.response_s, answer.num_tokens, now_s
             )
         if attained is not None:
-            request, name = answer.request, answer.service_class.name
+            name = answer.service_class.name
             self.metrics.slo_requests.labels(name, str(attained).lower()).inc()
             self.history.finish(
-                now_s, answer.ttft_s, answer.response_s, attained, answer.num_tokens,
-                request.tenant or request.caller.tenant,
-            )  # fmt: skip
+                now_s, answer.ttft_s, answer.response_s, attained, answer.num_tokens
+            )
 
 
 def _learn(turn: Turn, also: Callable[[int], None] | None, num_tokens: int) -> None:

@@ -13,12 +13,7 @@ import numpy as np
 
 from serve_app.policy.runner import ReplicaChoice
 from tokenyard.routing.observation import WAIT_S
-from tokenyard.routing.snapshot_table import (
-    LIVE_MATCH_TOKENS,
-    LIVE_NUM_RUNNING,
-    LIVE_NUM_WAITING,
-    SnapshotTable,
-)
+from tokenyard.routing.snapshot_table import LIVE_MATCH_TOKENS, SnapshotTable
 
 BIN_S = 5.0
 _NUM_BINS = 180
@@ -28,9 +23,7 @@ _MAX_TIMES = 250
 _NUM_DECISIONS = 30
 _BEST_SHOWN = 4
 """Candidates that are shown of a decision, beside the chosen one."""
-_MAX_TENANTS, _TENANTS_SHOWN, _OTHERS = 64, 8, "other"
-_TENANT_BINS = 12
-"""A minute."""
+_COUNTED = ("finished", "kept", "failed", "refused", "output_tokens")
 
 ChoiceOfRule = Callable[[ReplicaChoice], int | None]
 """Index of the candidate that the baseline would have chosen; None: it does not tell."""
@@ -48,7 +41,6 @@ class _Bin:
     response_s: list[float] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)
     """Requests by pool."""
-    tenants: dict[str, Counter[str]] = field(default_factory=dict)
     over: bool = False
     _row: dict[str, Any] | None = None
 
@@ -58,19 +50,12 @@ class _Bin:
             self._row = {
                 "time_s": self.start_s,
                 "queued": self.num_queued,
-                **{key: self.counts[key] for key in ("finished", "kept", "failed", "refused")},
-                "output_tokens": self.counts["output_tokens"],
+                **{key: int(self.counts[key]) for key in _COUNTED},
                 "ttft_s": _percentiles(self.ttft_s),
                 "response_s": _percentiles(self.response_s),
                 "sent": dict(self.sent),
             }
         return self._row
-
-    def tenant(self, name: str) -> Counter[str]:
-        """Counts of a tenant; `other` counts all once there are many."""
-        if name not in self.tenants and len(self.tenants) >= _MAX_TENANTS:
-            name = _OTHERS
-        return self.tenants.setdefault(name, Counter())
 
 
 class History:
@@ -80,36 +65,31 @@ class History:
         """Ask `num_queued` at the beginning of each bin how many requests wait."""
         self._num_queued = num_queued
         self._bins: deque[_Bin] = deque(maxlen=_NUM_BINS)
-        self._decisions: deque[_Decided] = deque(maxlen=_NUM_DECISIONS)
+        self._decisions: deque[tuple[float, SnapshotTable, ReplicaChoice]] = deque(
+            maxlen=_NUM_DECISIONS
+        )
 
     def finish(
-        self, now_s: float, ttft_s: float, response_s: float, kept: bool, num_tokens: int = 0,
-        tenant: str = "",
-    ) -> None:  # fmt: skip
+        self, now_s: float, ttft_s: float, response_s: float, kept: bool, num_tokens: int = 0
+    ) -> None:
         """Record the end of a request; a missing time is NaN, and without a response it failed."""
         latest = self._bin(now_s)
-        failed = int(not math.isfinite(response_s))
-        counts = {"finished": 1, "kept": int(kept), "failed": failed, "output_tokens": num_tokens}
-        latest.counts.update(counts)
-        if tenant:
-            latest.tenant(tenant).update(counts)
+        failed = not math.isfinite(response_s)
+        latest.counts.update(finished=1, kept=kept, failed=failed, output_tokens=num_tokens)
         for times, value in ((latest.ttft_s, ttft_s), (latest.response_s, response_s)):
             if math.isfinite(value):
                 times.append(value)
                 if len(times) > _MAX_TIMES:
                     del times[::2]
 
-    def refuse(self, now_s: float, tenant: str = "") -> None:
+    def refuse(self, now_s: float) -> None:
         """Record a request that was not accepted."""
-        latest = self._bin(now_s)
-        latest.counts["refused"] += 1
-        if tenant:
-            latest.tenant(tenant)["refused"] += 1
+        self._bin(now_s).counts["refused"] += 1
 
     def decide(self, now_s: float, snapshots: SnapshotTable, choice: ReplicaChoice) -> None:
         """Record a decision; it is formatted only when somebody looks."""
         self._bin(now_s).sent[snapshots.candidates.pools[choice.index]] += 1
-        self._decisions.append(_Decided(now_s, snapshots, choice))
+        self._decisions.append((now_s, snapshots, choice))
 
     def look(self, now_s: float, since_s: float = -math.inf) -> list[dict[str, Any]]:
         """Bins from a time on, oldest first; the newest one is now's, and not over yet."""
@@ -118,22 +98,7 @@ class History:
 
     def decisions(self, num: int, rule: ChoiceOfRule = lambda _: None) -> list[dict[str, Any]]:
         """The last decisions, newest first, each with its best candidates."""
-        return [decided.row(rule) for decided in islice(reversed(self._decisions), num)]
-
-    def agreement(self, rule: ChoiceOfRule) -> tuple[int, int]:
-        """In how many of the last decisions a rule chose the same, and how many it could tell."""
-        told = [one for one in self._decisions if one.by_rule(rule) is not None]
-        return sum(one.by_rule(rule) == one.choice.index for one in told), len(told)
-
-    def tenants(self, now_s: float) -> list[dict[str, Any]]:
-        """Counts of the last minute for those tenants that asked for most, largest first."""
-        sums: dict[str, Counter[str]] = {}
-        for each in self._bins:
-            if each.start_s > now_s - _TENANT_BINS * BIN_S:
-                for name, counts in each.tenants.items():
-                    sums.setdefault(name, Counter()).update(counts)
-        largest = sorted(sums, key=lambda name: -sums[name]["finished"] - sums[name]["refused"])
-        return [{"tenant": name, **sums[name]} for name in largest[:_TENANTS_SHOWN]]
+        return [_decision(*one, rule) for one in islice(reversed(self._decisions), num)]
 
     def _bin(self, now_s: float) -> _Bin:
         start_s = math.floor(now_s / BIN_S) * BIN_S
@@ -149,54 +114,32 @@ class History:
         return self._bins[-1]
 
 
-@dataclass(eq=False, slots=True)
-class _Decided:
-    """A decision."""
-
-    time_s: float
-    snapshots: SnapshotTable
-    choice: ReplicaChoice
-    _by_rule: int | None = -1
-    """As `by_rule` returns it; -1: it was not asked yet."""
-
-    def by_rule(self, rule: ChoiceOfRule) -> int | None:
-        """Index of the candidate that a rule would have chosen, asked once."""
-        if self._by_rule == -1:
-            self._by_rule = rule(self.choice)
-        return self._by_rule
-
-    def row(self, rule: ChoiceOfRule) -> dict[str, Any]:
-        """Return it for JSON: the chosen candidate first, then the best of the others."""
-        choice, live, columns = self.choice, self.snapshots.live, self.snapshots.columns
-        costs = columns[:, WAIT_S] if choice.scores is None else choice.scores
-        best = [i for i in np.argsort(costs, kind="stable").tolist() if i != choice.index]
-        shown = [choice.index, *best[:_BEST_SHOWN]]
-        by_rule, names = self.by_rule(rule), self.snapshots.candidates
-        row = {
-            "time_s": self.time_s,
-            "policy": choice.policy,
-            "prompt_tokens": choice.request.context_tokens,
-            "explored": choice.explored,
-            "fallback_reason": choice.fallback_reason,
-            "decision_us": round(choice.decision_us),
-            "num_candidates": len(live),
-            "num_better": int((costs < costs[choice.index]).sum()),
-            "num_equal": int((costs == costs[choice.index]).sum()) - 1,
-            "by_rule": None if by_rule is None else names.replica_ids[by_rule],
-            "candidates": [
-                {
-                    "replica_id": names.replica_ids[i], "pool": names.pools[i],
-                    "score": None if choice.scores is None else finite(choice.scores[i]),
-                    "wait_s": finite(columns[i, WAIT_S]),
-                    "waiting": int(live[i, LIVE_NUM_WAITING]),
-                    "running": int(live[i, LIVE_NUM_RUNNING]),
-                    "cached_tokens": int(live[i, LIVE_MATCH_TOKENS]),
-                }
-                for i in shown
-            ],
-        }  # fmt: skip
-        self.snapshots.release()
-        return row
+def _decision(
+    time_s: float, snapshots: SnapshotTable, choice: ReplicaChoice, rule: ChoiceOfRule
+) -> dict[str, Any]:
+    """Return it for JSON: the chosen candidate first, then the best of the others."""
+    names, wait_s, by_rule = snapshots.candidates, snapshots.columns[:, WAIT_S], rule(choice)
+    costs = wait_s if choice.scores is None else choice.scores
+    others = [i for i in np.argsort(costs, kind="stable").tolist() if i != choice.index]
+    snapshots.release()
+    return {
+        "time_s": time_s,
+        "policy": choice.policy,
+        "prompt_tokens": choice.request.context_tokens,
+        "cached_tokens": int(snapshots.live[choice.index, LIVE_MATCH_TOKENS]),
+        "explored": choice.explored,
+        "fallback_reason": choice.fallback_reason,
+        "decision_us": round(choice.decision_us),
+        "num_candidates": len(costs),
+        "num_better": int((costs < costs[choice.index]).sum()),
+        "num_equal": int((costs == costs[choice.index]).sum()) - 1,
+        "by_rule": None if by_rule is None else names.replica_ids[by_rule],
+        "has_costs": choice.scores is not None,
+        "candidates": [
+            {"replica_id": names.replica_ids[i], "pool": names.pools[i], "cost": finite(costs[i])}
+            for i in (choice.index, *others[:_BEST_SHOWN])
+        ],
+    }
 
 
 def finite(value: float) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from contextlib import suppress
 from importlib import resources
 from typing import Annotated, Any
 
@@ -27,12 +28,13 @@ _PAGE_MAY = (
     "img-src data:; base-uri 'none'; frame-ancestors 'none'"
 )
 """The page asks this server alone."""
-_DECISIONS_SHOWN, _REQUESTS_SHOWN, _EVENTS_SHOWN = 8, 8, 8
+_NUM_SHOWN = 10
+"""Decisions, waiting requests, changes and tenants."""
 _COLUMNS = (
     "replica_id", "state", "running", "waiting", "in_flight", "max_batch", "kv_used", "age_s",
-    "sessions", "believed_ms", "measured_ms", "contradiction",
+    "sessions", "believed_ms", "measured_ms", "contradiction", "pool",
 )  # fmt: skip
-"""What a row of a pool says. Times are of an iteration with a full batch that only decodes."""
+"""What a row of a replica says. Times are of an iteration with a full batch that only decodes."""
 
 
 def make_router(gateway: Gateway, access: Access) -> APIRouter:
@@ -45,16 +47,15 @@ def make_router(gateway: Gateway, access: Access) -> APIRouter:
     ) -> JSONResponse:
         """Return the bins from a time on, and the present state of everything else."""
         now_s, history, manager = gateway.refresh(), gateway.history, gateway.manager
-        policies = json.loads(describe_policies(manager).model_dump_json())
-        policies["events"] = policies["events"][:_EVENTS_SHOWN]
-        if not access.is_admin(request):
-            for event in policies["events"]:
-                del event["by"]
-        has_allocation = True
-        try:
-            request.app.url_path_for("allocation")
-        except NoMatchFound:
-            has_allocation = False
+        policies = describe_policies(manager, access.is_admin(request))
+        policies.events = policies.events[:_NUM_SHOWN]
+        has_allocation = False
+        with suppress(NoMatchFound):
+            has_allocation = bool(request.app.url_path_for("allocation"))
+        # By replica; those without the key `sessions` have none.
+        gate, states, backends = gateway.sessions, gateway.states(), gateway.backends.values()
+        homes = [] if gate is None else gate.describe(now_s)["replicas"]
+        sessions = {one["replica_id"]: one["running"] + one["idle"] for one in homes}
         # What the baseline itself decides needs no comparison.
         decides = manager.policy.decides
         rule: ChoiceOfRule = manager.picker.by_baseline if decides else lambda _: None
@@ -62,11 +63,19 @@ def make_router(gateway: Gateway, access: Access) -> APIRouter:
             "now_s": now_s, "bin_s": BIN_S, "in_flight": gateway.in_flight,
             "draining": gateway.draining,
             "bins": history.look(now_s, since_s),
-            "decisions": history.decisions(_DECISIONS_SHOWN, rule),
-            "baseline": manager.baseline, "agreement": history.agreement(rule),
-            "tenants": history.tenants(now_s),
-            "columns": _COLUMNS, "pools": _pools(gateway, now_s),
-            "policies": policies, "queue": _queue(gateway),
+            "decisions": history.decisions(_NUM_SHOWN, rule),
+            "baseline": manager.baseline,
+            "tenants": gateway.metrics.tenants(_NUM_SHOWN),
+            "problems": {
+                pool.name: pool.describe()["problems"] if isinstance(pool, ExternalBackend) else {}
+                for pool in backends
+            },
+            "columns": _COLUMNS,
+            "replicas": [
+                _row(replica, states[name], sessions.get(name), now_s)
+                for name, replica in gateway.table.replicas.items()
+            ],
+            "policies": json.loads(policies.model_dump_json()), "queue": _queue(gateway),
             "autopilot": json.loads(gateway.autopilot.describe().model_dump_json()),
             "has_allocation": has_allocation,
         })  # fmt: skip
@@ -84,43 +93,21 @@ def _teller(text: str, kind: str) -> Any:
     return tell
 
 
-def _pools(gateway: Gateway, now_s: float) -> list[dict[str, Any]]:
-    """Every pool, with a row for each of its replicas."""
-    states, sessions = gateway.states(), Counter[str]()
-    if gateway.sessions is not None:
-        for one in gateway.sessions.describe(now_s)["replicas"]:
-            sessions[one["replica_id"]] = one["running"] + one["idle"]
-    has_sessions = gateway.sessions is not None
-    rows: dict[str, list[Any]] = {name: [] for name in gateway.backends}
-    for name, replica in gateway.table.replicas.items():
-        number = sessions[name] if has_sessions else None
-        rows.setdefault(replica.pool, []).append(_row(replica, states[name], number, now_s))
-    backends = gateway.backends
-    return [
-        {
-            "name": name,
-            "replicas": sorted(rows[name], key=lambda row: str(row[0])),
-            "problems": backend.describe()["problems"]
-            if isinstance(backend := backends.get(name), ExternalBackend)
-            else {},
-        }
-        for name in sorted(rows)
-    ]
-
-
 def _row(replica: ReplicaState, state: str, sessions: int | None, now_s: float) -> list[Any]:
     status, profile, measured, contradiction = replica.status, replica.profile, None, None
     if replica.speed is not None:
         known = replica.speed.describe()
         contradiction = known["contradiction"]
         if known["num_observations"]:
-            measured = known["iteration_s"] + known["sequence_s"] * profile.max_batch
-    believed = profile.iteration_s + profile.sequence_s * profile.max_batch
+            measured = finite(
+                1e3 * (known["iteration_s"] + known["sequence_s"] * profile.max_batch)
+            )
+    believed = finite(1e3 * (profile.iteration_s + profile.sequence_s * profile.max_batch))
     return [
         replica.replica_id, state, status.num_running, status.num_waiting,
         replica.in_flight.count, profile.max_batch, finite(status.kv_used_fraction),
-        round(max(now_s - status.observed_at_s, 0.0), 1), sessions, finite(1e3 * believed),
-        None if measured is None else finite(1e3 * measured), contradiction,
+        round(max(now_s - status.observed_at_s, 0.0), 1), sessions, believed, measured,
+        contradiction, replica.pool,
     ]  # fmt: skip
 
 
@@ -129,12 +116,9 @@ def _queue(gateway: Gateway) -> dict[str, Any]:
     if gateway.holding is None:
         return {"held": 0, "requests": [], "full": {}}
     line = gateway.holding.describe()
-    windows = line.pop("full")
-    of_pool = Counter(one["pool"] for one in windows)
-    full = Counter(
-        one["pool"] for one in windows if one["in_flight"] >= (one["max_ongoing"] or math.inf)
-    )
-    return {
-        **line, "requests": line["requests"][:_REQUESTS_SHOWN],
-        "full": {pool: [full[pool], num] for pool, num in of_pool.items()},
-    }  # fmt: skip
+    full = (one for one in line["full"] if one["in_flight"] >= (one["max_ongoing"] or math.inf))
+    shown = {
+        "requests": line["requests"][:_NUM_SHOWN],
+        "full": Counter(one["pool"] for one in full),
+    }
+    return line | shown

@@ -51,7 +51,7 @@ function table(heads, rows) {
   const names = heads.map((head) => head.replace("#", ""));
   const style = heads.map((head) => head.startsWith("#") ? { class: "number" } : {});
   return el("table", {},
-    el("thead", {}, el("tr", {}, ...names.map((name, i) => el(name ? "th" : "td", name ? { scope: "col", ...style[i] } : {}, name)))),
+    el("thead", {}, el("tr", {}, ...names.map((name, i) => el("th", { scope: "col", "data-head": name, ...style[i] }, name)))),
     el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((cell, i) => el("td", { "data-head": names[i], ...style[i] }, cell))))));
 }
 
@@ -85,7 +85,7 @@ function showNumbers(answer) {
   const total = (key) => sum(last.map((bin) => bin[key]));
   const covered_s = last.length ? Math.max(answer.now_s - Math.min(...last.map((bin) => bin.time_s)), 1) : 1;
   const finished = total("finished"), kept = total("kept"), failed = total("failed"), refused = total("refused");
-  const rows = answer.pools.flatMap((pool) => pool.replicas);
+  const rows = answer.replicas;
   const ready = rows.filter((row) => row[1] === "ready").length, waiting = sum(rows.map((row) => row[3]));
   const reasons = Object.entries(answer.policies.champion.fallbacks_by_reason);
   const numbers = [
@@ -120,6 +120,14 @@ function showTroubles(answer) {
   if (registry && /not|fail|error/i.test(registry)) found.push(`The registry: ${registry}`);
   at("trouble").hidden = !found.length;
   show("troubles", ...found.map((text) => el("li", {}, text)));
+}
+
+// Replicas by pool, in the order in which people count.
+const order = new Intl.Collator("en", { numeric: true });
+function group(answer) {
+  const byPool = Object.fromEntries(Object.keys(answer.problems).sort(order.compare).map((name) => [name, []]));
+  for (const row of answer.replicas) (byPool[row[12]] ||= []).push(row);
+  answer.pools = Object.entries(byPool).map(([name, rows]) => ({ name, problems: answer.problems[name] || {}, replicas: rows.sort((a, b) => order.compare(a[0], b[0])) }));
 }
 
 // One group per pool, one button per replica; only what has changed is touched.
@@ -185,12 +193,11 @@ function showPools({ pools, queue }) {
     const ready = replicas.filter((row) => row[1] === "ready").length, of = (i) => replicas.map((row) => row[i]).filter(known);
     const mean = (values) => values.length ? sum(values) / values.length : null;
     const both = replicas.filter((row) => known(row[10])), ratios = both.map((row) => row[10] / row[9]);
-    const [full, all] = queue.full[name] || [0, 0];
     say(group.head, `${name}: ${ready} of ${replicas.length} ready`);
     say(group.about, [`${count(sum(of(2)))} running`, `${count(sum(of(3)))} waiting`, `KV memory ${percent(mean(of(6)), 0)}`,
       of(8).length ? many(sum(of(8)), "session") : null,
       ratios.length ? `iterations take ${number(mean(ratios), 2)} times as long as believed (${ratios.length} measured)` : "speed not measured",
-      full ? `${full} of ${all} at most in flight` : null].filter(Boolean).join(" · "));
+      queue.full[name] ? `${queue.full[name]} have as many requests as they may` : null].filter(Boolean).join(" · "));
   });
   find();
   showReplica();
@@ -207,10 +214,10 @@ function why(one) {
   const [chosen] = one.candidates, parts = [];
   if (one.explored) parts.push(el("span", { class: "warn" }, "drawn at random. "));
   if (one.fallback_reason) parts.push(el("span", { class: "bad" }, `baseline decided: ${REASONS[one.fallback_reason] || one.fallback_reason}. `));
-  const cost = chosen.score === null ? `wait ${number(chosen.wait_s, 3)} s, not scored` : `cost ${number(chosen.score, 3)}`;
+  const cost = one.has_costs ? `cost ${number(chosen.cost, 3)}` : `expected wait ${number(chosen.cost, 3)} s`;
   const rank = one.num_candidates === 1 ? "the only candidate" : one.num_better ? `${one.num_better} of ${one.num_candidates} lower` : `lowest of ${one.num_candidates}${one.num_equal ? `, ${many(one.num_equal, "other")} as low` : ""}`;
   parts.push(`${cost}, ${rank}`);
-  if (chosen.cached_tokens) parts.push(`; ${count(chosen.cached_tokens)} of ${count(one.prompt_tokens)} prompt tokens cached`);
+  if (one.cached_tokens) parts.push(`; ${count(one.cached_tokens)} of ${count(one.prompt_tokens)} prompt tokens cached`);
   return el("span", {}, ...parts);
 }
 function showDecisions({ decisions, baseline }) {
@@ -219,8 +226,7 @@ function showDecisions({ decisions, baseline }) {
   show("decisions", decisions.length ? table(heads, decisions.map((one) => {
     const [chosen, ...others] = one.candidates, more = one.num_candidates - one.candidates.length;
     return [time(one.time_s), el("span", { title: chosen.replica_id }, el("b", {}, short(chosen.replica_id)), ` ${chosen.pool}`), why(one),
-      el("span", {}, ...others.map((other) => el("span", { class: "chip", title: `${other.replica_id}: ${other.running} running, ${other.waiting} waiting` },
-        `${short(other.replica_id)} ${number(other.score ?? other.wait_s, 3)}`)), more > 0 ? `and ${count(more)} more` : null),
+      el("span", {}, ...others.map((other) => el("span", { class: "chip", title: other.replica_id }, `${short(other.replica_id)} ${number(other.cost, 3)}`)), more > 0 ? `and ${count(more)} more` : null),
       ...(compared ? [one.by_rule === null ? "-" : one.by_rule === chosen.replica_id ? el("span", { class: "soft" }, "the same") : el("span", { title: one.by_rule }, short(one.by_rule))] : []),
       String(one.decision_us)];
   })) : el("p", { class: "soft" }, "No request has come yet."));
@@ -239,19 +245,19 @@ function trialWords(trial) {
   const end = trial.why_ended ? el("div", { class: /worse|failed/.test(trial.why_ended) ? "bad" : "soft" }, `ended: ${trial.why_ended}`) : el("div", { class: "good" }, "goes on");
   return el("span", {}, parts.join("; "), end);
 }
-function showPolicies({ policies, baseline, agreement: [same, told] }) {
+function showPolicies({ policies, baseline, decisions }) {
   const { champion, previous, experiment, registry } = policies;
-  const breaker = champion.breaker_open ? el("span", { class: "bad" }, "breaker open") : `breaker closed, opened ${many(champion.times_opened, "time")}`;
+  const compared = decisions.filter((one) => one.by_rule !== null), same = compared.filter((one) => one.by_rule === one.candidates[0].replica_id).length;
+  const breaker = champion.breaker_open ? el("b", { class: "bad" }, "breaker open") : `breaker closed, opened ${many(champion.times_opened, "time")}`;
   const rows = [
-    ["Decides", policy(champion.name, champion.sha256), `${champion.source}; ${many(champion.num_decisions, "decision")}`],
-    ["Breaker", breaker, ""],
-    ["Rule", policy(baseline), told ? `would have chosen the same replica in ${same} of the last ${told} decisions` : "stands in where the policy cannot decide"],
+    ["Decides", policy(champion.name, champion.sha256), el("span", {}, `${champion.source}; ${many(champion.num_decisions, "decision")}; `, breaker)],
+    ["Rule", policy(baseline), compared.length ? `would have chosen the same replica in ${same} of the last ${many(compared.length, "decision")}` : "stands in where the policy cannot decide"],
   ];
   if (experiment) rows.push([experiment.mode === "canary" ? "Canary" : "Shadow", policy(experiment.policy.name, experiment.policy.sha256), trialWords(experiment)]);
   if (previous) rows.push(["Before", policy(previous.name, previous.sha256), "a rollback goes back to it"]);
   if (registry) rows.push(["Registry", registry, ""]);
   show("policies", table(["Role", "Policy", "State"], rows));
-  show("events", policies.events.length ? table(["Time", "What", "Why"], policies.events.map((one) => [time(one.time_s), el("span", {}, `${one.what} `, /@[0-9a-f]{12}$/.test(one.policy) ? policy(one.policy) : one.policy), one.by ? `${one.why} (${one.by})` : one.why]))
+  show("events", policies.events.length ? table(["Time", "What", "Whom", "Why"], policies.events.map((one) => [time(one.time_s), one.what, /@[0-9a-f]{12}$/.test(one.policy) ? policy(one.policy) : one.policy, one.by ? `${one.why} (${one.by})` : one.why]))
     : el("p", { class: "soft" }, "Nothing since the gateway began."));
 }
 function showAutopilot({ vetoed, report, reported_s }) {
@@ -266,15 +272,19 @@ function showAutopilot({ vetoed, report, reported_s }) {
 function showWaiting(queue) {
   at("waiting").hidden = queue.max_requests === undefined;
   if (at("waiting").hidden) return;
-  const full = Object.entries(queue.full).filter(([, [num]]) => num).map(([pool, [num, all]]) => `${pool}: ${num} of ${all} replicas have as many requests as they may`);
+  const full = Object.entries(queue.full).map(([pool, num]) => `${pool}: ${many(num, "replica")} with as many requests as may be`);
   show("waiting-body", el("p", { class: "soft" }, `${count(queue.held)} of at most ${count(queue.max_requests)}, for at most ${number(queue.max_wait_s, 0)} s. ${full.join("; ")}`),
     queue.requests.length ? table(["Request, the next first", "Tenant", "#Prompt tokens", "#Waited, s", "Why it is held"], queue.requests.map((one) => [one.request_id, one.tenant || "", count(one.prompt_tokens), number(one.waited_s, 1),
       one.session ? `session ${one.session}: no KV memory or no room in ${one.pools.join(", ")}` : `no replica of ${one.pools.join(", ")} has room`])) : null);
 }
-function showTenants(tenants) {
+// Counters of tenants are of the gateway's life; what is shown is what came since a minute ago, or since the page was opened.
+const counted = [];
+function showTenants({ tenants, now_s }) {
   at("tenants").hidden = !tenants.length;
-  show("tenants-body", table(["Tenant", "#Requests", "#Within SLO", "#Output tokens", "#Errors", "#Refused"], tenants.map((one) => [one.tenant, count(one.finished || 0),
-    one.finished ? percent(one.kept / one.finished) : "-", count(one.output_tokens || 0), count(one.failed || 0), count(one.refused || 0)])));
+  counted.push({ now_s, byName: new Map(tenants.map((one) => [one.tenant, one])) });
+  while (counted[0].now_s < now_s - 60) counted.shift();
+  const before = counted[0].byName, since = (one, key) => count(one[key] - (before.get(one.tenant) || one)[key]);
+  show("tenants-body", table(["Tenant", "#Requests", "#Output tokens", "#Refused"], tenants.map((one) => [one.tenant, since(one, "requests"), since(one, "output_tokens"), since(one, "refused")])));
 }
 
 const planWords = (plan) => `${plan.parallelism} on ${plan.num_gpus} GPUs (${plan.num_replicas} x ${plan.tensor_parallel}), memory ${percent(plan.memory_fraction, 0)}`;
@@ -310,8 +320,9 @@ async function refresh() {
     const allocation = answer.has_allocation && answer.now_s >= allocationAt_s + ALLOCATION_EVERY_S ? await get("v1/allocation") : null;
     const started_ms = performance.now();
     keep(answer.bins, answer.now_s);
+    group(answer);
     for (const part of [showTroubles, showNumbers, showCharts, showPools, showPolicies, showDecisions]) part(answer);
-    showAutopilot(answer.autopilot); showWaiting(answer.queue); showTenants(answer.tenants);
+    showAutopilot(answer.autopilot); showWaiting(answer.queue); showTenants(answer);
     at("allocation").hidden = !answer.has_allocation;
     if (allocation) { showAllocation(allocation); allocationAt_s = answer.now_s; }
     at("login").hidden = true;

@@ -70,8 +70,10 @@ def text_of(browser, selector):
 
 def deciding(browser):
     """The whole name of the policy that decides, as the tooltip has it."""
-    cells = browser.find_elements(By.CSS_SELECTOR, "#policies tbody tr:first-child td span")
-    return cells[0].get_attribute("title") if cells else ""
+    # At once: the table may be made anew between two questions.
+    return browser.execute_script(
+        "return document.querySelector('#policies tbody tr td span')?.title || ''"
+    )
 
 
 def at_width(browser, width):
@@ -237,6 +239,15 @@ def test_axe_core_finds_nothing_serious_at_any_width_or_theme(site, browser):
             serious = [one["id"] for one in found if one["impact"] in ("serious", "critical")]
             assert serious == [], (width, theme)
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_replica_that_is_ejected_is_named_first(site, browser, monkeypatch):
+    ejected = {"large-0": 5.0}
+    monkeypatch.setattr(site.gateway.outliers, "ejected_s", lambda name: ejected.get(name, 0.0))
+    browser.get(site.url)
+    until(browser, lambda: "large: 1 replica ejected" in text_of(browser, "#trouble"), "unnamed")
+    assert browser.find_element(By.CSS_SELECTOR, ".tile.failed").text.startswith("large-0")
+    assert text_of(browser, "#numbers dd").startswith("2 of 3")
 
 
 def test_a_server_that_hangs_is_not_live(browser):

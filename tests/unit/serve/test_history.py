@@ -25,26 +25,14 @@ def test_the_last_quarter_of_an_hour_is_kept_however_seldom_something_happens():
 def test_a_bin_counts_what_ended_what_failed_what_was_refused_and_what_waits():
     queued = [7]
     history = History(lambda: queued[0])
-    history.finish(1.0, 0.1, 1.0, kept=True, num_tokens=10, tenant="red")
+    history.finish(1.0, 0.1, 1.0, kept=True, num_tokens=10)
     queued[0] = 9
     history.finish(2.0, math.nan, math.nan, kept=False)
-    history.refuse(3.0, "red")
+    history.refuse(3.0)
     (row,) = history.look(4.0)
     assert row["queued"] == 7
     counts = {key: row[key] for key in ("finished", "kept", "failed", "refused", "output_tokens")}
     assert counts == {"finished": 2, "kept": 1, "failed": 1, "refused": 1, "output_tokens": 10}
-    (red,) = history.tenants(4.0)
-    assert (red["tenant"], red["finished"], red["refused"]) == ("red", 1, 1)
-    assert history.tenants(70.0) == []
-
-
-def test_many_tenants_are_counted_together():
-    history = History()
-    for number in range(1000):
-        history.refuse(1.0, f"tenant-{number}")
-    tenants = history.tenants(1.0)
-    assert len(tenants) == 8
-    assert tenants[0] == {"tenant": "other", "refused": 1000 - 64}
 
 
 def test_a_decision_tells_its_best_candidates_and_what_the_rule_would_have_chosen():
@@ -62,4 +50,3 @@ def test_a_decision_tells_its_best_candidates_and_what_the_rule_would_have_chose
     ]
     assert (newest["num_candidates"], newest["num_better"], newest["num_equal"]) == (num, 2, 0)
     assert (newest["by_rule"], oldest["by_rule"]) == ("idle-399", "idle-399")
-    assert history.agreement(lambda choice: num - 1) == (1, 2)
