@@ -91,7 +91,7 @@ test: kernels ## At every change: what starts no process, and one of each kind t
 	$(IN_TWO)
 
 test-all: kernels ## Before a change lands: all but the cluster, at full size; last what needs the machine.
-	-$(MAKE) plugs  # Tests before Envoy skip where no index has it.
+	-$(MAKE) --keep-going plugs  # What needs them skips where no index has them.
 	$(IN_TWO) --hypothesis-profile=thorough -m "not (integration or cluster or engines)"
 	$(BIN)/pytest --durations=25 --hypothesis-profile=thorough -m "integration and not cluster" --ignore=$(BLOCKS)
 
@@ -112,7 +112,12 @@ $(CLIENTS)/%/.installed: clients/%.txt
 	$(@D)/bin/pip install --quiet --requirement $<
 	touch $@
 
-plugs: $(patsubst plugs/%.txt,$(PLUGS)/%/.installed,$(wildcard plugs/*.txt)) ## What the policy plugs into: Envoy. In .plugs.
+plugs: $(patsubst plugs/%.txt,$(PLUGS)/%/.installed,$(wildcard plugs/*.txt)) $(PLUGS)/axe/.installed ## What the policy plugs into: Envoy; and what checks that the console is accessible. In .plugs.
+
+# A script of axe-core: what the package needs to run a browser is left out.
+$(PLUGS)/axe/.installed: .venv/.core
+	$(BIN)/pip install --quiet --no-deps --target $(@D) axe-playwright-python==0.1.8
+	touch $@
 
 $(PLUGS)/%/.installed: plugs/%.txt
 	test -d $(@D)/bin || $(PYTHON) -m venv $(@D)

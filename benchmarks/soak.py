@@ -173,7 +173,7 @@ class Soak:
 
     async def _watch(self, http: httpx.AsyncClient) -> None:
         while True:
-            for path in ("/v1/history", "/v1/pools", "/v1/policies"):
+            for path in ("/v1/console", "/v1/pools", "/v1/policies"):
                 (await http.get(path)).raise_for_status()
             await asyncio.sleep(1.0)
 

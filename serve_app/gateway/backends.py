@@ -23,6 +23,7 @@ from serve_app.gateway.forwarding import (
     hand_on_held,
 )
 from serve_app.gateway.generation import ReplicaFailed, ReplicaFull, ReplicaRefused, ReplicaTooSmall
+from serve_app.gateway.host_metrics import HOST_PREFIXES
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.replicas import ReplicaTable
 from serve_app.gateway.router_registry import ROUTERS
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _LIMIT_S = 5.0
 _ERROR = b'{"error":'
-_HOST_SUFFIXES = ("_used_fraction", "_power_w", "_bytes_per_s")
 
 
 class _EngineForwarder(Forwarder):
@@ -143,7 +143,7 @@ class ServeBackend:
             replica.replica_id.unique_id: {
                 key: float(value)
                 for key, value in (replica.routing_stats or {}).items()
-                if key.endswith(_HOST_SUFFIXES) and key != "kv_used_fraction"
+                if key.startswith(HOST_PREFIXES)
             }
             for replica in getattr(ROUTERS.get((self._app_name, self.name)), "live", ())
         }

@@ -197,7 +197,7 @@ class Backend(Protocol):
         """
 
     def host_loads(self) -> dict[str, dict[str, float]]:
-        """Load of every replica's machine, by replica."""
+        """Load of every replica's machine, by replica and metric."""
 
     def by_our_clock(self, replica_id: str, status: EngineStatus, now_s: float) -> EngineStatus:
         """Return a status that came with an answer, with its time by our clock."""

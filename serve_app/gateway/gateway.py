@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import get_args
 
 from serve_app.cluster import Cluster, QueueSettings, SloClass
 from serve_app.gateway.answer import Answer
@@ -70,7 +72,7 @@ class Gateway:
         """Make the parts that requests pass through."""
         means = load_scenario(self.cluster.scenario).mean_lengths_tokens
         self.table = ReplicaTable(means)
-        self.history = History()
+        self.history = History(self._num_queued)
         self.outliers = OutlierDetector(self.cluster.outlier_ejection)
         self.answer_lengths = AnswerLengths()
         self.autopilot = AutopilotStatus()
@@ -97,6 +99,8 @@ class Gateway:
             self.backends, self.table, self.manager.picker, self._placement, self.holding,
             self.metrics, self.log, self.clock_s, self.cluster.limits.max_retries,
         )  # fmt: skip
+        self._num_lost = 0
+        """Rows that the decision log had lost when this was last looked at."""
         self._answers: set[Answer] = set()
         """Those under way."""
         self._catalog = ModelCatalog(self.cluster)
@@ -123,7 +127,7 @@ class Gateway:
         self.num_offered += 1
         try:
             answer = self._open(request, service_class, downstream)
-        except Refused:
+        except (Refused, Draining):
             self._count_refusal(request)
             raise
         self.in_flight += 1
@@ -235,29 +239,33 @@ class Gateway:
         """Set the gauges that show the state of the pools."""
         now_s = self.refresh()
         metrics = self.metrics
-        # Replicas that are gone have no load, and pools no replicas.
-        for gauge in (metrics.host, metrics.replicas, metrics.waiting, metrics.running,
-                      metrics.kv_used_fraction, metrics.signal_age_seconds):  # fmt: skip
+        # Pools that are gone have no replicas.
+        for gauge in (metrics.replicas, metrics.requests_waiting, metrics.requests_running,
+                      metrics.kv_used_ratio, metrics.signal_age_seconds):  # fmt: skip
             gauge.clear()
+        states, loads = self.states(), dict[str, dict[str, float]]()
         for name, backend in self.backends.items():
-            statuses = [r.status for r in self.table.replicas.values() if r.pool == name]
+            replicas = [r for r in self.table.replicas.values() if r.pool == name]
+            statuses = [replica.status for replica in replicas]
             num, used = len(statuses), sum(status.kv_used_fraction for status in statuses)
-            metrics.replicas.labels(name).set(num)
-            metrics.waiting.labels(name).set(sum(status.num_waiting for status in statuses))
-            metrics.running.labels(name).set(sum(status.num_running for status in statuses))
-            metrics.kv_used_fraction.labels(name).set(used / max(num, 1))
+            in_state = Counter(states[replica.replica_id] for replica in replicas)
+            for state in get_args(ReplicaStatus):
+                metrics.replicas.labels(name, state).set(in_state[state])
+            metrics.requests_waiting.labels(name).set(sum(s.num_waiting for s in statuses))
+            metrics.requests_running.labels(name).set(sum(s.num_running for s in statuses))
+            metrics.kv_used_ratio.labels(name).set(used / max(num, 1))
             ages = [now_s - status.observed_at_s for status in statuses]
             metrics.signal_age_seconds.labels(name).set(max(ages, default=math.nan))
-            for replica_id, loads in backend.host_loads().items():
-                for quantity, value in loads.items():
-                    metrics.host.labels(replica_id, quantity).set(value)
+            loads |= backend.host_loads()
+        metrics.tell_hosts(loads)
         if self.sessions is not None:
             for state, num in self.sessions.num_sessions().items():
                 metrics.sessions.labels(state).set(num)
         if self.peers is not None:
             metrics.peers.set(self.peers.num_heard)
         if self.log is not None:
-            metrics.log_lines_lost.set(self.log.num_lost)
+            lost, self._num_lost = self.log.num_lost - self._num_lost, self.log.num_lost
+            metrics.decision_log_lost_rows.inc(lost)
 
     def _grant(
         self, request: InferenceRequest, downstream: Downstream, most_tokens: float
@@ -279,7 +287,13 @@ class Gateway:
         lengths = [pool.max_model_tokens for name, pool in pools if model.is_served_by(name)]
         return max(lengths, default=math.inf)
 
+    def _num_queued(self) -> int:
+        """Requests that wait: at replicas, as these publish it, and here."""
+        held = 0 if self.holding is None else len(self.holding)
+        return held + sum(r.status.num_waiting for r in self.table.replicas.values())
+
     def _count_refusal(self, request: InferenceRequest) -> None:
+        self.history.refuse(self.clock_s())
         if request.caller is not ANYBODY:
             self.metrics.of_tenant(request.caller.tenant).refused.inc()
 
@@ -303,7 +317,11 @@ class Gateway:
                 answer.request.request_id, attained, answer.response_s, answer.num_tokens, now_s
             )
         if attained is not None:
-            self.history.finish(now_s, answer.ttft_s, answer.response_s, attained)
+            name = answer.service_class.name
+            self.metrics.slo_requests.labels(name, str(attained).lower()).inc()
+            self.history.finish(
+                now_s, answer.ttft_s, answer.response_s, attained, answer.num_tokens
+            )
 
 
 def _learn(turn: Turn, also: Callable[[int], None] | None, num_tokens: int) -> None:

@@ -87,7 +87,7 @@ class Holding:
             return await self._wait(held, max_wait_s or self._settings.max_wait_s)
         finally:
             self._line.remove(held)
-            self._metrics.held.set(len(self._line))
+            self._metrics.requests_held.set(len(self._line))
             self._metrics.held_seconds.observe(self._clock_s() - held.since_s)
 
     def _held_of(self, answer: Answer) -> int:
@@ -157,7 +157,7 @@ class Holding:
             held.placed.set_result(pick)
 
     def _look_later(self) -> None:
-        self._metrics.held.set(len(self._line))
+        self._metrics.requests_held.set(len(self._line))
         if self._looking is None:
             self._looking = asyncio.get_running_loop().call_later(_LOOK_EVERY_S, self._look)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import psutil
 
+HOST_PREFIXES = ("host_", "gpu_")
+"""What names of quantities begin with."""
+
 
 class HostMetrics:
     """Load of the machine and of its GPUs; NVML where there is a GPU, psutil for the rest."""
@@ -14,18 +17,18 @@ class HostMetrics:
         psutil.cpu_percent()  # The first call only starts the measurement.
 
     def read(self, now_s: float) -> dict[str, float]:
-        """Return what can be measured, by name, at a time of any clock; shares are 0 to 1."""
+        """Return what can be measured, by the name of its metric, at a time of any clock."""
         memory = psutil.virtual_memory()
         values = {
-            "cpu_used_fraction": psutil.cpu_percent() / 100.0,
-            "memory_used_fraction": memory.percent / 100.0,
+            "host_cpu_ratio": psutil.cpu_percent() / 100.0,
+            "host_memory_ratio": memory.percent / 100.0,
         }
         counters = psutil.net_io_counters()
         if counters is not None:
             total = float(counters.bytes_sent + counters.bytes_recv)
             if self._network_bytes is not None and now_s > self._network_bytes[0]:
                 before_s, before = self._network_bytes
-                values["network_bytes_per_s"] = (total - before) / (now_s - before_s)
+                values["host_network_bytes_per_second"] = (total - before) / (now_s - before_s)
             self._network_bytes = (now_s, total)
         for index, gpu in enumerate(self._gpus):
             values |= _read_gpu(index, gpu)
@@ -48,9 +51,9 @@ def _read_gpu(index: int, gpu: object) -> dict[str, float]:
     try:
         used = pynvml.nvmlDeviceGetMemoryInfo(gpu)
         return {
-            f"gpu{index}_used_fraction": pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100.0,
-            f"gpu{index}_memory_used_fraction": used.used / used.total,
-            f"gpu{index}_power_w": pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000.0,
+            f"gpu_utilization_ratio/{index}": pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100.0,
+            f"gpu_memory_ratio/{index}": used.used / used.total,
+            f"gpu_power_watts/{index}": pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000.0,
         }
     except pynvml.NVMLError:
         return {}

@@ -186,7 +186,7 @@ class Placement:
         if self._sessions is not None and answer.turn is not None:
             num_tokens = None if response_s is None else answer.num_tokens
             self._sessions.end(answer.turn, now_s, num_tokens)
-        self._metrics.of_pool(pick.replica.pool).in_flight.dec()
+        self._metrics.of_pool(pick.replica.pool).requests_in_flight.dec()
         if pick.by_ray and self._ray is not None:
             self._ray.finished(pick.replica.replica_id)
 
@@ -272,7 +272,7 @@ class Placement:
             self._sent.add(replica.replica_id, key_s, float(context))
         metrics, series = self._metrics, self._metrics.of_pool(replica.pool)
         metrics.decision_seconds.observe(choice.decision_us / 1e6)
-        series.in_flight.inc()
+        series.requests_in_flight.inc()
         series.prompt_tokens.inc(context)
         if choice.fallback_reason is not None:
             metrics.fallbacks.labels(choice.fallback_reason).inc()

@@ -1,13 +1,12 @@
-"""Routes for operators: policies, experiments, pools, history, metrics, dashboard."""
+"""Routes for operators: policies, experiments, queue, sessions, metrics."""
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import generate_latest
 from pydantic import Field
 
@@ -22,13 +21,6 @@ from serve_app.http.reasons import BadRequest
 from serve_app.policy.autopilot import AutopilotAnswer, AutopilotReport
 from tokenyard.routing.sessions.rules import make_rule
 from tokenyard.workload.answer_lengths import AnswerLengths
-
-_PAGE = resources.files("serve_app").joinpath("http/dashboard.html")
-_PAGE_MAY = (
-    "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
-    "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; frame-ancestors 'none'"
-)
-"""The page asks this server alone."""
 
 
 class PolicyChange(StrictBody):
@@ -82,11 +74,7 @@ def policy_router(gateway: Gateway, access: Access) -> APIRouter:
     @router.get("/v1/policies", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def policies(request: Request) -> PoliciesAnswer:
         """Return the present and the previous policy, and the experiment."""
-        answer = describe_policies(manager)
-        if not access.is_admin(request):
-            for event in answer.events:
-                del event["by"]
-        return answer
+        return describe_policies(manager, access.is_admin(request))
 
     @router.post(
         "/v1/policies", dependencies=may_change, responses={**PROBLEMS, 409: {"model": Problem}}
@@ -123,19 +111,8 @@ def policy_router(gateway: Gateway, access: Access) -> APIRouter:
 
 
 def state_router(gateway: Gateway, access: Access) -> APIRouter:
-    """Routes about the state of the gateway, for programs and for people."""
+    """Routes about the state of the gateway, for programs."""
     router, may_see_all = APIRouter(), [Depends(access.may_see_all)]
-    page = _PAGE.read_text(encoding="utf-8")
-
-    @router.get("/v1/history", dependencies=may_see_all, responses=DENIED)
-    async def history() -> dict[str, Any]:
-        """Return the last quarter of an hour, and the last decisions with their scores."""
-        return {
-            "now_s": gateway.refresh(),
-            "in_flight": gateway.in_flight,
-            "bins": gateway.history.rows(),
-            "decisions": gateway.history.decisions(),
-        }
 
     @router.get("/v1/queue", dependencies=may_see_all, responses=DENIED)
     async def queue() -> dict[str, Any]:
@@ -183,10 +160,6 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
         gateway.observe()
         text = generate_latest(gateway.metrics.registry)
         return Response(text, media_type="text/plain; version=0.0.4")
-
-    @router.get("/", include_in_schema=False)
-    async def watch() -> HTMLResponse:
-        return HTMLResponse(page, headers={"content-security-policy": _PAGE_MAY})
 
     return router
 

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.gateway.gateway import Gateway
-from serve_app.http import admin, decide, errors, openai, picks, pools
+from serve_app.http import admin, console, decide, errors, openai, picks, pools
 from serve_app.http.auth import Access
 from serve_app.http.data_path import DataPath, Tokenizers
 from serve_app.http.docs_page import documentation
@@ -78,6 +78,7 @@ def _routers(gateway: Gateway, access: Access) -> list[APIRouter]:
         decide.make_router(service, access),
         admin.policy_router(gateway, access),
         admin.state_router(gateway, access),
+        console.make_router(gateway, access),
         pools.make_router(gateway, access),
     ]
     if decide_only:

@@ -93,14 +93,17 @@ class PoliciesAnswer(BaseModel):
     file for it."""
 
 
-def describe_policies(manager: PolicyManager) -> PoliciesAnswer:
+def describe_policies(manager: PolicyManager, with_actors: bool = True) -> PoliciesAnswer:
     """Return the present and the previous policy, and the experiment."""
+    events = [asdict(event) for event in reversed(manager.events)]
+    if not with_actors:
+        events = [{key: one[key] for key in one if key != "by"} for one in events]
     previous, experiment = manager.previous, manager.experiment
     return PoliciesAnswer(
         champion=_breaker(manager.policy),
         previous=None if previous is None else _reference(previous),
         experiment=None if experiment is None else _describe_experiment(experiment),
-        events=[asdict(event) for event in reversed(manager.events)],
+        events=events,
         registry=manager.registry_note,
         state=manager.store.note,
     )

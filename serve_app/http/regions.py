@@ -51,11 +51,12 @@ class RegionDecider:
         self._counted: dict[str, int] = {}
         self.registry = registry or CollectorRegistry()
         self._decisions = Counter(
-            "tokenyard_region_decisions", "Decisions about regions by what decided.", ["policy"],
-            registry=self.registry,
+            "tokenyard_region_decisions", "Decisions about regions, by the policy that decided.",
+            ["policy"], registry=self.registry,
         )  # fmt: skip
         self._failures = Counter(
-            "tokenyard_region_fallbacks", "Decisions about regions that a fallback made.",
+            "tokenyard_region_fallbacks",
+            "Decisions about regions that a fallback made in the policy's place.",
             ["reason", "policy"], registry=self.registry,
         )  # fmt: skip
         self._seconds = Histogram(

@@ -54,6 +54,8 @@ class ReplicaPicker:
         self._timeouts = Timeouts.of(settings.budget_s)
         self._baseline = baseline
         self._baseline_deciders = deciders_of(baseline.make(rng.spawn(1)[0]))
+        self._second_baseline = baseline.make(np.random.default_rng(0))
+        """Another copy, which is asked what it would have done."""
         self.counts = DecisionCounts()
         self.decision_us: deque[float] = deque(maxlen=_NUM_TIMES)
         """Times of the last decisions, including the baseline's stand-ins, microseconds."""
@@ -158,6 +160,20 @@ class ReplicaPicker:
         )  # fmt: skip
         self._count(choice, self.policy)
         return choice
+
+    def by_baseline(self, choice: ReplicaChoice) -> int | None:
+        """Index of the candidate that the baseline would have chosen, by what was known then.
+
+        None: its choice depends on more than that.
+        """
+        if getattr(self._second_baseline, "sees_queues", False):
+            return None
+        decision = deciders_of(self._second_baseline)[1](choice.request, choice.snapshots)
+        if decision.scores is None:
+            return None
+        # What is as good by the baseline is no other choice.
+        is_tie = decision.scores[choice.index] <= decision.scores[decision.replica]
+        return choice.index if is_tie else decision.replica
 
     def observe(self, request_id: str, choice: ReplicaChoice) -> None:
         """Show a decision to the shadow, where there is one."""

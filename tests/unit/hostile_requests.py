@@ -37,10 +37,10 @@ BODIES = (
     ("/v1/policies", {"action": "canary", "policy": "nothing.npz", "share": 0.1}),
 )
 PATHS = (
-    "/", "/healthz", "/health", "/metrics", "/docs", "/openapi.json", "/v1/models", "/v1/history",
+    "/", "/healthz", "/health", "/metrics", "/docs", "/openapi.json", "/v1/models", "/v1/console",
     "/v1/models/%2e%2e%2f%2e%2e", "/v1/models/%ff%00", "//v1//models", "/v1/../healthz", "/%",
     "/v1/pools?x=%zz&" + "a=1&" * 500, "/v1/policies", "/v1/" + "a" * 9000, "*", "http://a/b",
-    "/v1/history?since_s=nan", "/v1/history?limit=-1", "/v1/models/\u00fc", "",
+    "/v1/console?since_s=nan", "/v1/console?since_s=-1", "/v1/models/\u00fc", "",
 )  # fmt: skip
 METHODS = (
     "GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "BREW", "post", "",

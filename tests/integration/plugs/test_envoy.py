@@ -146,7 +146,7 @@ class Behind:
         return {re.search('outcome="(.*?)"', labels)[1]: num for labels, num in samples.items()}
 
     def in_flight(self):
-        return sum(self.samples("tokenyard_in_flight").values())
+        return sum(self.samples("tokenyard_requests_in_flight").values())
 
 
 @pytest.fixture(scope="module")

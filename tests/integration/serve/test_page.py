@@ -1,26 +1,21 @@
 """The page at `/` in a headless Chromium, over a gateway under load."""
 
-import asyncio
 import os
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
-import uvicorn
+from gateway_site import Site
 from selenium import webdriver
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 from unit.serve.test_serve_allocator import FOUR, ONE, World
-from unit.serve.test_serve_gateway import FakePool, Letters, a_body, a_cluster
 
-from serve_app.gateway.gateway import Gateway
-from serve_app.http import allocation as allocation_api
-from serve_app.http.api import create_gateway_api
-from serve_app.http.auth import Access
-from serve_app.policy.manager import PolicyManager
 from tokenyard.allocation.policies.rules import StaticPlan
 from tokenyard.routing.artifact import rule_for
 from tokenyard.routing.policies.order_spec import in_words
@@ -35,58 +30,11 @@ if MISSING:
     )
 
 
+SCREEN_PX = 900
+AXE = Path(os.environ.get("TOKENYARD_PLUGS", ".plugs")) / "axe/axe_playwright_python/axe.min.js"
+"""What `make plugs` installs."""
 CHAMPION = rule_for("conversation_mixed_gpus")
 """What `champion` is in the cluster of the tests."""
-
-
-class Site:
-    """A gateway behind uvicorn in a thread, with a client that asks without a pause."""
-
-    def __init__(self, token=None, allocator=None):
-        cluster = a_cluster(pools=("large", "small", "spare"))
-        manager = PolicyManager(
-            cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(0)
-        )
-        manager.switch("champion")
-        self.gateway = Gateway(cluster, manager, {p.name: FakePool(p.name) for p in cluster.pools})
-        api = create_gateway_api(self.gateway, Letters(), Access(token, local_admin=True))
-        if allocator is not None:
-            api.include_router(
-                allocation_api.make_router(
-                    allocator, Access(token, local_admin=True), lambda _: None
-                )
-            )
-        config = uvicorn.Config(api, host="127.0.0.1", port=0, log_level="warning")
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.02)
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
-        self._going = True
-        self._load = threading.Thread(target=lambda: asyncio.run(self._ask()), daemon=True)
-        self._load.start()
-
-    def post(self, path, body):
-        return httpx.post(self.url + path, json=body, headers=self._headers, timeout=60)
-
-    def stop_asking(self):
-        self._going = False
-        self._load.join()
-
-    def stop(self):
-        self.stop_asking()
-        self._server.should_exit = True
-        self._thread.join()
-        self.gateway.manager.stop()
-
-    async def _ask(self):
-        async with httpx.AsyncClient(base_url=self.url, headers=self._headers) as http:
-            while self._going:
-                await http.post("/v1/completions", json=a_body())
-                await asyncio.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +68,27 @@ def text_of(browser, selector):
     return browser.find_element(By.CSS_SELECTOR, selector).text
 
 
+def deciding(browser):
+    """The whole name of the policy that decides, as the tooltip has it."""
+    # At once: the table may be made anew between two questions.
+    return browser.execute_script(
+        "return document.querySelector('#policies tbody tr td span')?.title || ''"
+    )
+
+
+def at_width(browser, width):
+    metrics = {"width": width, "height": SCREEN_PX, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
 def test_the_page_shows_live_numbers_within_two_seconds_in_both_themes(site, browser, tmp_path):
+    browser.get_log("browser")
     browser.get(site.url)
     until(browser, lambda: text_of(browser, "#status") == "live", "the page is not live")
-    until(browser, lambda: CHAMPION in text_of(browser, "#policy"), "no policy is named")
-    assert {"large", "small", "spare"} <= set(text_of(browser, "#pools").split())
-    until(browser, lambda: ":" in text_of(browser, "#decisions .chip.chosen"), "no scores")
-    for chart in ("response", "ttft", "share"):
+    until(browser, lambda: deciding(browser).startswith(f"{CHAMPION}@"), "no policy is named")
+    assert {"large-0", "small-0", "spare-0"} <= set(text_of(browser, "#pools").split())
+    until(browser, lambda: "lowest of 3" in text_of(browser, "#decisions"), "no scores")
+    for chart in ("response", "ttft", "ended", "sent", "tokens", "queue"):
         assert browser.find_elements(By.CSS_SELECTOR, f"#{chart}-chart path")
     # How old what is shown gets, at worst, looked at for a few seconds.
     ages_s = []
@@ -146,8 +108,7 @@ def test_the_page_shows_live_numbers_within_two_seconds_in_both_themes(site, bro
         )
         browser.save_screenshot(f"{folder}/page-{theme}.png")
     assert colours["light"] != colours["dark"]
-    complaints = [one for one in browser.get_log("browser") if "allocation" not in one["message"]]
-    assert complaints == []
+    assert browser.get_log("browser") == []
 
 
 def test_a_canary_and_a_rollback_appear_on_the_page(site, browser):
@@ -156,14 +117,14 @@ def test_a_canary_and_a_rollback_appear_on_the_page(site, browser):
     # A canary waits by the champion's order, or it is refused.
     policy = f"sed+{in_words(site.gateway.manager.policy.order)}"
     assert site.post("/v1/policies", {"action": "canary", "policy": policy}).status_code == 200
-    until(browser, lambda: "canary" in text_of(browser, "#policies"), "no canary")
+    until(browser, lambda: "Canary" in text_of(browser, "#policies"), "no canary")
     until(browser, lambda: "evidence against it" in text_of(browser, "#policies"), "no evidence")
     assert site.post("/v1/policies", {"action": "promote"}).status_code == 200
-    until(browser, lambda: text_of(browser, "#policy").startswith(f"{policy}@"), "not promoted")
+    until(browser, lambda: deciding(browser).startswith(f"{policy}@"), "not promoted")
     started_s = time.process_time()
     assert site.post("/v1/policies", {"action": "rollback"}).status_code == 200
     assert time.process_time() - started_s < 1.0
-    until(browser, lambda: text_of(browser, "#policy").startswith(f"{CHAMPION}@"), "not back")
+    until(browser, lambda: deciding(browser).startswith(f"{CHAMPION}@"), "not back")
     assert "rolled back to" in text_of(browser, "#events")
 
 
@@ -198,17 +159,95 @@ def test_the_plan_its_reason_and_what_was_changed_appear_on_the_page(browser, tm
         site.stop()
 
 
-def test_rates_are_of_the_bins_however_long_nothing_came_between_them(site, browser, monkeypatch):
+def test_charts_run_to_now_with_zero_rates_and_no_line_where_nothing_came(
+    site, browser, monkeypatch
+):
     newest_s = time.time() // 5.0 * 5.0
-    known = {"finished": 0, "kept": 0, "ttft_s": None, "response_s": None}
+    counts = {"finished": 1, "kept": 1, "failed": 0, "refused": 0, "output_tokens": 10, "queued": 0}
+    times = {"ttft_s": None, "response_s": {"p50": 1.0, "p95": 2.0, "p99": 3.0}}
     bins = [
-        {**known, "time_s": newest_s - 600.0, "sent": {"large": 100}},
-        {**known, "time_s": newest_s, "sent": {"large": 1}},
+        {**counts, **times, "time_s": newest_s - 600.0, "sent": {"large": 100}},
+        {**counts, **times, "time_s": newest_s - 400.0, "sent": {"large": 50}},
     ]
-    monkeypatch.setattr(site.gateway.history, "rows", lambda: bins)
+    monkeypatch.setattr(site.gateway.history, "look", lambda *_: bins)
     browser.get(site.url)
-    until(browser, lambda: text_of(browser, "#share-chart .legend"), "no rates")
-    assert text_of(browser, "#share-chart .legend") == "large 20.0"
+    until(browser, lambda: text_of(browser, "#sent-chart .legend"), "no rates")
+    assert text_of(browser, "#sent-chart .legend") == "large 0"
+    assert text_of(browser, "#response-chart .legend").split() == "p50 - p95 - p99 -".split()
+
+    def line(chart):
+        path = browser.find_element(By.CSS_SELECTOR, f"#{chart}-chart path")
+        return path.get_attribute("d")
+
+    assert (line("response").count("M"), line("response").count("L")) == (2, 0)
+    assert line("ttft") == ""
+    rates = line("sent")[1:].split("L")
+    assert len(rates) >= 119
+    heights = [rate.split(",")[1] for rate in rates]
+    assert len(set(heights)) == 3  # Two rates, and none.
+    assert heights.count(heights[-1]) == len(rates) - 2
+
+
+def test_the_page_of_400_replicas_is_small_and_works_by_keyboard_at_three_widths(browser):
+    site = Site(num_replicas=134)
+    try:
+        at_width(browser, 1400)
+        browser.get_log("browser")  # Of the pages before it.
+        browser.get(site.url)
+        until(browser, lambda: "lowest of 402" in text_of(browser, "#decisions"), "no decision")
+        newest = httpx.get(f"{site.url}/v1/console", params={"since_s": time.time() - 5.0})
+        assert len(newest.content) < 65_536
+        assert all(len(one["candidates"]) == 5 for one in newest.json()["decisions"])
+        assert "and 397 more" in text_of(browser, "#decisions")
+        assert len(browser.find_elements(By.CSS_SELECTOR, ".tile")) == 402
+        assert len(browser.find_elements(By.CSS_SELECTOR, "*")) < 1500
+        for width in (1400, 800, 400):
+            at_width(browser, width)
+            root = "document.documentElement"
+            size = f"return [{root}.scrollWidth - {root}.clientWidth, {root}.scrollHeight]"
+            beyond, height = browser.execute_script(size)
+            assert beyond <= 0, f"it scrolls sideways at {width} px"
+            if width == 1400:
+                assert height <= 4 * SCREEN_PX
+        first, second = browser.find_elements(By.CSS_SELECTOR, ".tile")[:2]
+        browser.execute_script("arguments[0].focus()", first)
+        assert text_of(browser, "#replica").startswith(f"{first.get_property('row')[0]}: ready")
+        first.send_keys(Keys.ARROW_RIGHT)
+        assert browser.switch_to.active_element == second
+        # A replica keeps the focus, as it stays what it is when it is drawn anew.
+        shown = browser.find_element(By.TAG_NAME, "body").get_attribute("data-shown-s")
+        body = browser.find_element(By.TAG_NAME, "body")
+        until(browser, lambda: body.get_attribute("data-shown-s") != shown, "no refresh")
+        assert browser.switch_to.active_element == second
+        assert browser.get_log("browser") == []
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        site.stop()
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="axe-core is missing: make plugs")
+def test_axe_core_finds_nothing_serious_at_any_width_or_theme(site, browser):
+    browser.get(site.url)
+    until(browser, lambda: "lowest of 3" in text_of(browser, "#decisions"), "no decision")
+    browser.execute_script(AXE.read_text(encoding="utf-8"))
+    script = "axe.run().then((found) => arguments[0](found.violations))"
+    for width in (1400, 800, 400):
+        at_width(browser, width)
+        for theme in ("light", "dark"):
+            browser.execute_script("document.documentElement.dataset.theme = arguments[0]", theme)
+            found = browser.execute_async_script(script)
+            serious = [one["id"] for one in found if one["impact"] in ("serious", "critical")]
+            assert serious == [], (width, theme)
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_replica_that_is_ejected_is_named_first(site, browser, monkeypatch):
+    ejected = {"large-0": 5.0}
+    monkeypatch.setattr(site.gateway.outliers, "ejected_s", lambda name: ejected.get(name, 0.0))
+    browser.get(site.url)
+    until(browser, lambda: "large: 1 replica ejected" in text_of(browser, "#trouble"), "unnamed")
+    assert browser.find_element(By.CSS_SELECTOR, ".tile.failed").text.startswith("large-0")
+    assert text_of(browser, "#numbers dd").startswith("2 of 3")
 
 
 def test_a_server_that_hangs_is_not_live(browser):
@@ -218,7 +257,7 @@ def test_a_server_that_hangs_is_not_live(browser):
         until(browser, lambda: text_of(browser, "#status") == "live", "the page is not live")
         site.stop_asking()
         # It holds the event loop, as what hangs does.
-        site.gateway.history.rows = lambda: hangs.wait(20.0) and []
+        site.gateway.history.look = lambda *_: hangs.wait(20.0) and []
         until(browser, lambda: "does not answer" in text_of(browser, "#status"), "it is live", 12)
     finally:
         hangs.set()

@@ -415,7 +415,8 @@ def test_sigterm_cuts_no_stream_and_lets_nothing_in_meanwhile(tmp_path):
             asking = [threading.Thread(target=stream) for _ in range(8)]
             for one in asking:
                 one.start()
-            wait_until(lambda: shown(port).get('tokenyard_in_flight{pool="theirs"}') == "8.0")
+            in_flight = 'tokenyard_requests_in_flight{pool="theirs"}'
+            wait_until(lambda: shown(port).get(in_flight) == "8.0")
             process.send_signal(signal.SIGTERM)
             wait_until(lambda: health(port) == "draining")
             refused = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30)

@@ -255,7 +255,7 @@ def test_the_gateway_holds_nobody_for_whom_there_is_room_and_exceeds_no_window(e
                 assert all(
                     by_now(one.order_key, 5.0) <= by_now(other.order_key, 5.0) for other in rivals
                 )
-            assert metrics.registry.get_sample_value("tokenyard_held") == len(waiting)
+            assert metrics.registry.get_sample_value("tokenyard_requests_held") == len(waiting)
         for _, task in tasks:
             task.cancel()
         await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)

@@ -131,6 +131,10 @@ def test_pools_show_what_is_estimated():
         assert set(shown["estimate"]["log_deviations"]) == set(TERMS)
         assert shown["profile"]["source"] == "estimated"
         assert shown["estimate"]["residual_fraction"] > 0
+        console = (await client.get("/v1/console")).json()
+        row = dict(zip(console["columns"], console["replicas"][0], strict=True))
+        assert row["measured_ms"] > 0
+        assert row["believed_ms"] > 0
         await asyncio.sleep(0)
 
     run(test, 1)

@@ -120,7 +120,7 @@ def test_nobody_asks_an_engine_without_its_secret_which_is_shown_nowhere(caplog)
         assert not sites[0].engine.asked
         async with a_client(port) as client:
             await client.post("/v1/completions", json=a_body())
-            for path in ("/v1/pools", "/v1/policy", "/metrics", "/v1/history"):
+            for path in ("/v1/pools", "/v1/policy", "/metrics", "/v1/console"):
                 assert SECRET not in (await client.get(path)).text
         assert SECRET not in caplog.text
 

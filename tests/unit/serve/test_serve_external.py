@@ -232,7 +232,7 @@ def test_what_an_endpoint_has_against_a_request_arrives_as_it_is(status, tmp_pat
         assert sum(one.num_asked for one in endpoints) == 1
         assert pools_metric(gateway, "ejections_total") is None
         # Nobody's SLO is violated by what is no request.
-        assert sum(one["finished"] for one in gateway.history.rows()) == 0
+        assert sum(one["finished"] for one in gateway.history.look(0.0)) == 0
 
     run(test, 3, log=log)
     log.close()

@@ -93,7 +93,7 @@ class FakePool:
         return status
 
     def host_loads(self):
-        return {self.replica_id: {"cpu_used_fraction": 0.5}}
+        return {self.replica_id: {"host_cpu_ratio": 0.5}}
 
     takes_any = False
 
@@ -556,11 +556,13 @@ def test_everything_that_is_counted_is_shown_by_pool():
         await client.post("/v1/completions", json=a_body())
         text = (await client.get("/metrics")).text
         for name in ("ttft_seconds_bucket", "tpot_seconds_bucket", "response_seconds_bucket",
-                     "in_flight", "waiting", "running", "kv_used_fraction", "replicas",
-                     "signal_age_seconds"):  # fmt: skip
+                     "requests_in_flight", "requests_waiting", "requests_running",
+                     "kv_used_ratio", "replicas", "signal_age_seconds"):  # fmt: skip
             assert f"tokenyard_{name}{{" in text, name
         assert "tokenyard_decision_seconds_count 1.0" in text
-        assert 'quantity="cpu_used_fraction"' in text
+        assert 'tokenyard_host_cpu_ratio{replica="a-0"} 0.5' in text
+        assert 'tokenyard_slo_requests_total{attained="true",service_class="default"} 1.0' in text
+        assert 'tokenyard_build_info{version="' in text
 
     check(test)
 
@@ -621,26 +623,30 @@ def test_a_pool_that_is_gone_leaves_no_replicas_in_the_metrics():
     """As an allocated pool's whose shape has changed."""
 
     async def test(client, pools, gateway):
-        def value(name, pool):
-            return gateway.metrics.registry.get_sample_value(f"tokenyard_{name}", {"pool": pool})
+        def value(name, pool, **labels):
+            at = {"pool": pool, **labels}
+            return gateway.metrics.registry.get_sample_value(f"tokenyard_{name}", at)
 
         gateway.refresh()
         pools["a"].num_waiting = 3
         gateway.observe()
-        assert (value("replicas", "a"), value("waiting", "a")) == (1, 3)
+        assert value("replicas", "a", state="ready") == 1
+        assert value("replicas", "a", state="ejected") == 0
+        assert value("requests_waiting", "a") == 3
         del gateway.backends["a"]
         gateway.table.keep("a", ())
         gateway.observe()
-        names = ("replicas", "waiting", "running", "kv_used_fraction", "signal_age_seconds")
-        assert [value(name, "a") for name in names] == [None] * 5
-        assert value("replicas", "b") == 1
+        names = ("requests_waiting", "requests_running", "kv_used_ratio", "signal_age_seconds")
+        assert [value(name, "a") for name in names] == [None] * 4
+        assert value("replicas", "a", state="ready") is None
+        assert value("replicas", "b", state="ready") == 1
 
     check(test)
 
 
 def test_replicas_that_are_gone_leave_no_host_series():
     async def test(client, pools, gateway):
-        pools["a"].host_loads = lambda: {"a-0": {"cpu_used_fraction": 0.5}}
+        pools["a"].host_loads = lambda: {"a-0": {"host_cpu_ratio": 0.5}}
         assert 'replica="a-0"' in (await client.get("/metrics")).text
         pools["a"].host_loads = dict
         seen = (await client.get("/metrics")).text

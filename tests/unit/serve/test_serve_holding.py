@@ -64,7 +64,7 @@ async def until(condition):
 
 
 def num_held(gateway):
-    return gateway.metrics.registry.get_sample_value("tokenyard_held")
+    return gateway.metrics.registry.get_sample_value("tokenyard_requests_held")
 
 
 async def hold(client, gateway, pools, prompts):

@@ -234,8 +234,8 @@ def test_the_host_metrics_give_shares_and_a_rate():
     host_metrics = HostMetrics()
     host_metrics.read(1.0)
     loads = host_metrics.read(2.0)
-    assert all(0 <= value <= 1 for name, value in loads.items() if name.endswith("_fraction"))
-    assert loads["network_bytes_per_s"] >= 0
+    assert all(0 <= value <= 1 for name, value in loads.items() if name.endswith("_ratio"))
+    assert loads["host_network_bytes_per_second"] >= 0
 
 
 def test_an_engine_that_starts_anew_has_nothing_cached():
