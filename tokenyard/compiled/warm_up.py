@@ -115,7 +115,7 @@ def compile_allocation() -> None:
     sim.observe()
     sim.step(plans[:1])
     sim.bounds()
-    TabularLearner(scenario).step(1)
+    TabularLearner(scenario).step()
     learn(literal_table("independent"), "sarsa", LearningConfig(passes=1), seed=0)
 
 
