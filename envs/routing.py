@@ -17,7 +17,7 @@ from tokenyard.routing.observation import OBSERVATION_LIMIT
 from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
 from tokenyard.routing.scores.order import FIRST_COME, NUM_ORDER_WEIGHTS
 from tokenyard.routing.simulator import make_simulator
-from tokenyard.routing.simulator.constant_rate import Observations
+from tokenyard.routing.simulator.copies import Observations
 from tokenyard.routing.simulator.streams import StreamSource
 
 
