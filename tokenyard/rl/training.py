@@ -32,32 +32,25 @@ class Training(Protocol[ArtifactT]):
     @property
     def env_steps(self) -> int:
         """Steps of its environment so far: requests routed, or slots lived through."""
-        ...
 
     @property
     def actors_cpu_s(self) -> float:
         """CPU time so far of processes that work for it beside its own, seconds."""
-        ...
 
     def step(self) -> dict[str, float]:
         """Learn for a while and return what there is to say about it."""
-        ...
 
     def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> ArtifactT:
         """The present policy, with what it scored and what it was made from."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write what `restore` needs into an existing folder."""
-        ...
 
     def restore(self, folder: Path) -> None:
         """Go on from what `save` wrote."""
-        ...
 
     def stop(self) -> None:
         """Let go of actors and memory."""
-        ...
 
 
 class Resumable(Protocol[ArtifactT]):
@@ -66,23 +59,18 @@ class Resumable(Protocol[ArtifactT]):
     @property
     def env_steps(self) -> int:
         """As a `Training`'s, over all candidates."""
-        ...
 
     def step(self) -> dict[str, float]:
         """Run a generation, or live through a stretch of demand; return what it came to."""
-        ...
 
     def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> ArtifactT:
         """The present policy."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as JSON has it."""
-        ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned."""
-        ...
 
 
 class LocalTraining(Generic[ArtifactT]):

@@ -156,10 +156,10 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         return load if load > 1.0 and not streams.has_prefixes and not ends else None
 
     def validation(
-        self, scenario: Scenario, num_streams: int, seed: int = 0
+        self, scenario: Scenario, num_streams: int
     ) -> Callable[[PolicyArtifact], dict[str, float]]:
         """What decides all streams together, cheap enough for every iteration of training."""
-        return Validation(StreamSource(scenario), num_streams, seed)
+        return Validation(StreamSource(scenario), num_streams)
 
     def best_tuned_rule(self, scenario: Scenario) -> str | None:
         """Rule with the smallest worst regret over the loads, on training streams."""
@@ -256,12 +256,8 @@ def _context(scenario: Scenario, rng: np.random.Generator) -> PolicyContext:
 
 
 def _run_rule(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:
-    if not scenario.pays:
-        servers = server_model(scenario)
-        # The compiled rule decides alike, a hundred times as fast.
-        decide = servers.compiled_rule(name) or servers.compiled_order(name)
-        if decide is not None:
-            return run_compiled(scenario, streams, decide)
+    if not scenario.pays and (decide := server_model(scenario).compiled(name)) is not None:
+        return run_compiled(scenario, streams, decide)
 
     def factory(rng: np.random.Generator) -> RoutingPolicy:
         return make_policy(name, _context(scenario, rng))

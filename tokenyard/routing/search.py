@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 
 from tokenyard import metrics
-from tokenyard.artifact import NoChampionError, RegistryLookup
+from tokenyard.artifact import NoChampionError
 from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.routing.artifact import PolicyArtifact, length_predictor, resolve_champion
 from tokenyard.routing.fleet import Randomisation
@@ -327,16 +326,14 @@ class PolicySearch(CrossEntropy):
         return PolicyArtifact(metadata, arrays)
 
 
-def champion_or_rule(
-    scenario: Scenario, path: str | Path | None = None, registry: RegistryLookup | None = None
-) -> tuple[PolicyArtifact, str]:
+def champion_or_rule(scenario: Scenario) -> tuple[PolicyArtifact, str]:
     """The champion, and where it was found; where there is none, the rule that a search begins at.
 
     Raises:
         ArtifactError: What was found cannot be used.
     """
     try:
-        return resolve_champion(scenario.name, path, registry)
+        return resolve_champion(scenario.name)
     except NoChampionError:
         rule = PolicySearch(scenario, started_at_best_rule(scenario, SearchConfig()))
         return rule.artifact(), "no champion, but the best rule that a search begins at"

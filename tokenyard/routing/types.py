@@ -209,7 +209,6 @@ class RoutingPolicy(Protocol):
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the index into `snapshots` of the replica that should serve `request`."""
-        ...
 
 
 @runtime_checkable
@@ -218,7 +217,6 @@ class ScoringPolicy(RoutingPolicy, Protocol):
 
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the choice together with the cost of every candidate."""
-        ...
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the index of the choice."""
@@ -234,7 +232,6 @@ class OrderingPolicy(RoutingPolicy, Protocol):
 
     def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the choice with its order key."""
-        ...
 
 
 def counted_in(policy: RoutingPolicy) -> int:
