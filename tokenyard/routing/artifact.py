@@ -26,12 +26,11 @@ from tokenyard.routing.observation import (
     observation_size,
 )
 from tokenyard.routing.policies.learned import (
+    InOrder,
     MarginalPolicy,
     NetworkPolicy,
-    OrderedMarginalPolicy,
-    OrderedNetworkPolicy,
-    OrderedResidualPolicy,
     ResidualPolicy,
+    TablePolicy,
     order_weights,
 )
 from tokenyard.routing.policies.tuned import find_tuned
@@ -207,29 +206,29 @@ def network_preferences(
     return Network.from_arrays(artifact.arrays, artifact.metadata.activation)(observations)
 
 
-def _policy_of(plain: type[ScoringPolicy], ordered: type[ScoringPolicy]) -> MakePolicy:
-    """Make the one whose artifact has an order where it has one: only that one orders."""
+def _policy_of(plain: type[TablePolicy]) -> MakePolicy:
+    """Make a policy, and put it in an order where its artifact has one: only then it orders."""
 
     def made(
         metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None
     ) -> ScoringPolicy:
-        make: MakePolicy = ordered if "order" in arrays else plain
-        return make(metadata, arrays, started_at)
+        policy = plain(metadata, arrays, started_at)
+        return InOrder(policy, arrays) if "order" in arrays else policy
 
     return made
 
 
 KINDS: dict[str, RoutingKind] = {
     "marginal": RoutingKind(
-        _check_marginal, _policy_of(MarginalPolicy, OrderedMarginalPolicy), run=_run_linear,
+        _check_marginal, _policy_of(MarginalPolicy), run=_run_linear,
         needs_engine=_learned_on_batches,
     ),
     "mlp": RoutingKind(
-        _check_mlp, _policy_of(NetworkPolicy, OrderedNetworkPolicy), run=_run_network,
+        _check_mlp, _policy_of(NetworkPolicy), run=_run_network,
         needs_engine=lambda it: False,
     ),
     "corrected": RoutingKind(
-        _check_residual, _policy_of(ResidualPolicy, OrderedResidualPolicy), run=_run_residual,
+        _check_residual, _policy_of(ResidualPolicy), run=_run_residual,
         needs_engine=lambda it: it.metadata.num_replicas is None,
     ),
 }  # fmt: skip
