@@ -11,16 +11,8 @@ import numpy.typing as npt
 from pydantic import Field, field_validator
 
 from envs.copies import IndependentCopies, Stepped
+from tokenyard.allocation import dynamics as dyn
 from tokenyard.allocation.demand import demand_source
-from tokenyard.allocation.dynamics import (
-    DROPPED,
-    ENERGY_J,
-    OFFERED,
-    SERVED,
-    SWITCHED,
-    USD,
-    VIOLATIONS,
-)
 from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.observation import OBSERVATION_LIMIT, observation_size
 from tokenyard.allocation.plans import load_allocation
@@ -30,13 +22,13 @@ from tokenyard.config import FrozenModel
 from tokenyard.types import FloatArray, IntArray
 
 _MEASURED = {
-    "offered_requests": OFFERED,
-    "served_requests": SERVED,
-    "dropped_requests": DROPPED,
-    "slo_violations": VIOLATIONS,
-    "usd": USD,
-    "energy_j": ENERGY_J,
-    "switched": SWITCHED,
+    "offered_requests": dyn.OFFERED,
+    "served_requests": dyn.SERVED,
+    "dropped_requests": dyn.DROPPED,
+    "slo_violations": dyn.VIOLATIONS,
+    "usd": dyn.USD,
+    "energy_j": dyn.ENERGY_J,
+    "switched": dyn.SWITCHED,
 }
 """Numbers of a step's `info` by column of the dynamics."""
 

@@ -12,18 +12,10 @@ from pydantic import field_validator
 
 from envs.copies import IndependentCopies, Observations, Stepped
 from tokenyard.config import FrozenModel
+from tokenyard.regions import observation as ob
 from tokenyard.regions.activation import ActivationRule, targets
 from tokenyard.regions.demand import sample_stream
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
-from tokenyard.regions.observation import (
-    LIMIT,
-    Action,
-    action_size,
-    encode,
-    observation_size,
-    shares_of,
-    wanted_shares,
-)
 from tokenyard.regions.policies.rules import COST_KNOBS
 from tokenyard.regions.scenario import RegionReward, RegionScenario, load_regions
 from tokenyard.regions.servers import make_cluster
@@ -50,7 +42,7 @@ class RegionEnvConfig(FrozenModel):
 
     scenario: RegionScenario
     """A scenario, or the name or YAML path of one."""
-    action: Action = "mix"
+    action: ob.Action = "mix"
     reward: RegionReward = RegionReward()
     dispatch: Dispatch = "shares"
     """How tasks are sent within a slot."""
@@ -83,7 +75,7 @@ class _Copy:
     def step(self, action: npt.NDArray[Any]) -> tuple[float, FloatArray]:
         """Run a slot; return its reward and what it measured."""
         before, state = self.sim.shares, self.state
-        shares = shares_of(action, state, self.config.action)
+        shares = ob.shares_of(action, state, self.config.action)
         active = targets(state, shares, self._rule)
         decision = RegionDecision(shares, active, self.config.dispatch, COST_KNOBS.live)
         out = self.sim.step(decision)
@@ -102,7 +94,7 @@ class _Copy:
             mean_s = out[world.OUT_RESPONSE_S] / max(out[world.OUT_PLACED], 1.0)
             reward -= weights.response * mean_s / 20.0
         if weights.transport:
-            wanted = wanted_shares(state)
+            wanted = ob.wanted_shares(state)
             reward -= weights.transport * ((shares - wanted) ** 2).sum() / size
         if weights.smoothness:
             reward -= weights.smoothness * ((shares - before) ** 2).sum() / size
@@ -113,17 +105,17 @@ class _Copy:
 
     def observe(self) -> Observations:
         """Return `tokenyard.regions.observation.encode` within its limits."""
-        flat = encode(self.state, self.config.action)
-        self.num_saturated += int((np.abs(flat) > LIMIT).sum())
-        return np.asarray(np.clip(flat, -LIMIT, LIMIT), dtype=np.float32)
+        flat = ob.encode(self.state, self.config.action)
+        self.num_saturated += int((np.abs(flat) > ob.LIMIT).sum())
+        return np.asarray(np.clip(flat, -ob.LIMIT, ob.LIMIT), dtype=np.float32)
 
 
 def _spaces(
     config: RegionEnvConfig, num_regions: int
 ) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Box]:
-    num_observed = observation_size(num_regions, config.action)
-    num_actions = action_size(num_regions, config.action)
-    observation = gymnasium.spaces.Box(-LIMIT, LIMIT, (num_observed,), np.float32)
+    num_observed = ob.observation_size(num_regions, config.action)
+    num_actions = ob.action_size(num_regions, config.action)
+    observation = gymnasium.spaces.Box(-ob.LIMIT, ob.LIMIT, (num_observed,), np.float32)
     action = gymnasium.spaces.Box(-1.0, 1.0, (num_actions,), np.float32)
     return observation, action
 

@@ -18,13 +18,8 @@ import numpy.typing as npt
 
 from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
 from tokenyard.network import Arrays, Network, check_layers, check_network, check_shape
+from tokenyard.routing import observation as ob
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling, LengthPredictor
-from tokenyard.routing.observation import (
-    NUM_MARGINAL_SLO_WEIGHTS,
-    NUM_MARGINAL_WEIGHTS,
-    NUM_REQUEST_FEATURES,
-    observation_size,
-)
 from tokenyard.routing.policies.learned import (
     InOrder,
     MarginalPolicy,
@@ -138,8 +133,8 @@ def _check_order(artifact: PolicyArtifact) -> None:
 
 
 def _check_marginal(artifact: PolicyArtifact) -> None:
-    has_slo_terms = len(artifact.arrays.get("weights", ())) == NUM_MARGINAL_SLO_WEIGHTS
-    size = NUM_MARGINAL_SLO_WEIGHTS if has_slo_terms else NUM_MARGINAL_WEIGHTS
+    has_slo_terms = len(artifact.arrays.get("weights", ())) == ob.NUM_MARGINAL_SLO_WEIGHTS
+    size = ob.NUM_MARGINAL_SLO_WEIGHTS if has_slo_terms else ob.NUM_MARGINAL_WEIGHTS
     check_shape(artifact.arrays, "weights", (size,))
 
 
@@ -157,14 +152,14 @@ def _check_mlp(artifact: PolicyArtifact) -> None:
         raise ValueError(
             "networks over the flat observation are no longer shown finish times; train another one"
         )
-    size = observation_size(metadata.num_replicas, whole=False)
+    size = ob.observation_size(metadata.num_replicas, whole=False)
     check_network(artifact.arrays, size, metadata.num_replicas)
 
 
 def _check_residual(artifact: PolicyArtifact) -> None:
     _check_inputs(artifact)
     _check_marginal(artifact)
-    sizes = {"request": NUM_REQUEST_FEATURES, "replica": corrected.LAYOUT.num_features}
+    sizes = {"request": ob.NUM_REQUEST_FEATURES, "replica": corrected.LAYOUT.num_features}
     for of, size in sizes.items():
         check_shape(artifact.arrays, f"{of}_mean", (size,))
         check_shape(artifact.arrays, f"{of}_std", (size,))

@@ -7,13 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tokenyard.routing.policies import signals
 from tokenyard.routing.policies.cost import LeastCost, cheapest_of, drawn_of
-from tokenyard.routing.policies.signals import (
-    kv_tokens,
-    match_tokens,
-    prefill_in_flight_tokens,
-    unit_of_load,
-)
 from tokenyard.routing.types import ReplicaSnapshot, Request, SnapshotColumns
 from tokenyard.types import FloatArray
 
@@ -56,12 +51,12 @@ class DynamoCost(LeastCost):
 
     def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the cost of every replica, blocks."""
-        least = min(prefill_in_flight_tokens(s) for s in snapshots)
+        least = min(signals.prefill_in_flight_tokens(s) for s in snapshots)
         decode = _decode_blocks(request, snapshots)
         return np.array(
             [
                 self.combined(self._prefill_blocks(request, s, least), blocks, s)
-                * unit_of_load(s, self._by_speed)
+                * signals.unit_of_load(s, self._by_speed)
                 for s, blocks in zip(snapshots, decode, strict=True)
             ]
         )
@@ -78,11 +73,11 @@ class DynamoCost(LeastCost):
         return drawn_of(cheapest_of(range(len(costs)), costs), self._rng)
 
     def _prefill_blocks(self, request: Request, snapshot: ReplicaSnapshot, least: float) -> float:
-        in_flight = prefill_in_flight_tokens(snapshot)
+        in_flight = signals.prefill_in_flight_tokens(snapshot)
         blocks = (in_flight + request.context_tokens) / BLOCK_TOKENS
         own = math.ceil(request.context_tokens / BLOCK_TOKENS) or 1
         decay = 1.0 + self._decay * (in_flight - least) / BLOCK_TOKENS / own
-        credit = 1.0 / decay * (match_tokens(request, snapshot) // BLOCK_TOKENS)
+        credit = 1.0 / decay * (signals.match_tokens(request, snapshot) // BLOCK_TOKENS)
         return max(0.0, blocks - credit)
 
 
@@ -91,7 +86,9 @@ def _decode_blocks(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> li
         counted: list[float] = snapshots.prompt_blocks(BLOCK_TOKENS).tolist()
         if not math.isnan(counted[0]):
             return counted
-    return [math.ceil((kv_tokens(s) + request.context_tokens) / BLOCK_TOKENS) for s in snapshots]
+    return [
+        math.ceil((signals.kv_tokens(s) + request.context_tokens) / BLOCK_TOKENS) for s in snapshots
+    ]
 
 
 class DynamoLMetric(DynamoCost):

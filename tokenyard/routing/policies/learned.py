@@ -13,14 +13,8 @@ from datetime import datetime
 import numpy as np
 
 from tokenyard.network import Arrays, Network, layers_of
+from tokenyard.routing import observation as ob
 from tokenyard.routing.metadata import ArtifactMetadata
-from tokenyard.routing.observation import (
-    OVERTAKEN_S,
-    encode,
-    observation_size,
-    snapshot_columns,
-    squash,
-)
 from tokenyard.routing.policies.order_spec import OrderSpec, spec_of_weights
 from tokenyard.routing.policies.places import QueuePlaces, order_keys_s
 from tokenyard.routing.scores.linear import looks_at_queues, marginal_scores
@@ -58,8 +52,8 @@ class TablePolicy(ScoringPolicy):
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica and the cost of each, in units of the SLO or the cluster."""
         self.check(snapshots)
-        columns = snapshot_columns(snapshots)
-        columns[:, OVERTAKEN_S:] = 0.0  # Of the places that another policy looked at.
+        columns = ob.snapshot_columns(snapshots)
+        columns[:, ob.OVERTAKEN_S :] = 0.0  # Of the places that another policy looked at.
         return Decision(*self.choose(request, columns))
 
     @abstractmethod
@@ -93,7 +87,7 @@ class InOrder(ScoringPolicy):
     def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica, the cost of each, and the order key where there is one."""
         self._policy.check(snapshots)
-        columns = snapshot_columns(snapshots)
+        columns = ob.snapshot_columns(snapshots)
         if self.sees_queues:
             self._places.fill(snapshots, order_keys_s(self._order, request, columns), columns)
         best, costs = self._policy.choose(request, columns)
@@ -170,13 +164,13 @@ class NetworkPolicy(_RemembersRequests):
         metadata = self._metadata
         assert metadata.num_replicas is not None
         self._network = Network.from_arrays(arrays, metadata.activation)
-        size = observation_size(metadata.num_replicas, whole=False)
+        size = ob.observation_size(metadata.num_replicas, whole=False)
         self._observation = np.empty(size, dtype=np.float32)
 
     def choose(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
         """Return the replica that is preferred and all costs."""
         features = self._features.push(request)
-        encode(
+        ob.encode(
             features, request.context_tokens, request.predicted_total_tokens, columns, False,
             self._observation,
         )  # fmt: skip
@@ -225,7 +219,7 @@ class _RequestFeatures:
         features = self._tracker.push(
             request.arrival_s, request.context_tokens, request.predicted_total_tokens
         )
-        return squash((features - self._medians) / self._scales)
+        return ob.squash((features - self._medians) / self._scales)
 
 
 def _check_count(trained_on: int | None, snapshots: Sequence[ReplicaSnapshot]) -> None:
