@@ -186,12 +186,7 @@ class ParallelismEnv(gymnasium.Env[Observations, Any]):
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
 
     def __init__(self, config: Mapping[str, Any] | None = None, **options: Any) -> None:
-        """Validate the configuration.
-
-        Args:
-            config: Fields of `ParallelismEnvConfig`.
-            options: The same fields as keywords.
-        """
+        """Validate the fields of `ParallelismEnvConfig`, in a mapping (RLlib) or as keywords."""
         self.config = ParallelismEnvConfig.model_validate({**(config or {}), **options})
         self._feed = _Feed(self.config, num_copies=1)
         self.sim = self._feed.sim

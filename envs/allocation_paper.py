@@ -52,12 +52,7 @@ class LiteralParallelismEnv(gymnasium.Env[Any, np.int64]):
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
 
     def __init__(self, config: Mapping[str, Any] | None = None, **options: Any) -> None:
-        """Make the data set.
-
-        Args:
-            config: Fields of `LiteralEnvConfig`.
-            options: The same fields as keywords.
-        """
+        """Make the data set from the fields of `LiteralEnvConfig`."""
         self.config = LiteralEnvConfig.model_validate({**(config or {}), **options})
         own = self.config
         self.table = paper.literal_table(own.reading, own.weights, own.bins, own.seed)

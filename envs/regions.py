@@ -156,12 +156,7 @@ class RegionEnv(gymnasium.Env[Observations, npt.NDArray[np.float32]]):
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
 
     def __init__(self, config: Mapping[str, Any] | None = None, **options: Any) -> None:
-        """Validate the configuration and fit the forecaster.
-
-        Args:
-            config: Fields of `RegionEnvConfig`.
-            options: The same fields as keywords.
-        """
+        """Validate the fields of `RegionEnvConfig`, and fit the forecaster."""
         self.config = RegionEnvConfig.model_validate({**(config or {}), **options})
         self._copy = _Copy(self.config, fit_seasonal(self.config.scenario))
         self.observation_space, self.action_space = _spaces(self.config, self._copy.num_regions)
@@ -193,9 +188,6 @@ class RegionEnv(gymnasium.Env[Observations, npt.NDArray[np.float32]]):
         self, action: npt.NDArray[np.float32]
     ) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
         """Divide one slot's demand, and run to the next.
-
-        Args:
-            action: Of `action_space`.
 
         Returns:
             The observation of the slot that begins; the reward of the one that ended; False, since

@@ -146,12 +146,7 @@ class LoadBalancingEnv(gymnasium.Env[Observations, np.int64]):
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
 
     def __init__(self, config: Mapping[str, Any] | None = None, **options: Any) -> None:
-        """Validate the configuration; the first `reset` draws the first episode.
-
-        Args:
-            config: Fields of `RoutingEnvConfig` (RLlib hands them over as one mapping).
-            options: The same fields as keywords, as `gymnasium.make` passes them.
-        """
+        """Validate the fields of `RoutingEnvConfig`, in a mapping (RLlib) or as keywords."""
         self.config = RoutingEnvConfig.model_validate({**(config or {}), **options})
         self._feed = _Feed(self.config, num_copies=1)
         self.sim = self._feed.sim

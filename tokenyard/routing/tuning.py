@@ -322,18 +322,25 @@ class _Search:
     def _tune_rule(
         self, name: str, rules: TunedRules, grids: Mapping[str, Values]
     ) -> tuple[float, TunedRules]:
-        def with_values(values: Values) -> TunedRules:
-            fleet = rules.fleet.model_copy(update=dict(zip(grids, values, strict=True)))
-            return rules.model_copy(update={"fleet": fleet})
+        def with_values(values: Mapping[str, float]) -> TunedRules:
+            return rules.model_copy(update={"fleet": rules.fleet.model_copy(update=values)})
 
-        start = tuple(getattr(FleetRules(), field) for field in grids)
-        best_score, best = coordinate_descent(
-            start,
-            list(grids.values()),
-            lambda values: self.score_of(name, with_values(values)),
+        start = {field: getattr(FleetRules(), field) for field in grids}
+        best_score, best = self._tuned(name, start, grids, with_values)
+        return best_score, with_values(best)
+
+    def _tuned(
+        self, name: str, start: Mapping[str, float], grids: Mapping[str, Values],
+        rules_with: Callable[[Mapping[str, float]], TunedRules],
+    ) -> tuple[float, dict[str, float]]:  # fmt: skip
+        """The best score of a rule, and the values by name that give it."""
+        score, best = coordinate_descent(
+            tuple(start.values()),
+            [grids[knob] for knob in start],
+            lambda values: self.score_of(name, rules_with(dict(zip(start, values, strict=True)))),
             most_trials=MOST_TRIALS,
         )
-        return best_score, with_values(best)
+        return score, dict(zip(start, best, strict=True))
 
     def with_public_rules(self, rules: TunedRules) -> TunedRules:
         """Add the score of every public rule that is a row here, and the best of its knobs."""
@@ -350,22 +357,13 @@ class _Search:
     def _tune_knobs(
         self, name: str, label: str, rules: TunedRules, has: Needs
     ) -> tuple[float, dict[str, float]]:
-        grid = grid_of(name, has)
-        start = PUBLIC_RULES[name].defaults
-
-        def score_with(values: Values) -> float:
-            tried = {name: dict(zip(grid, values, strict=True))}
-            return self.score_of(label, rules.model_copy(update={"knobs": tried}))
-
-        best_score, best = coordinate_descent(
-            tuple(start[knob] for knob in grid),
-            list(grid.values()),
-            score_with,
-            most_trials=MOST_TRIALS,
-        )
+        grid, defaults = grid_of(name, has), PUBLIC_RULES[name].defaults
+        score, best = self._tuned(
+            label, {knob: defaults[knob] for knob in grid}, grid,
+            lambda values: rules.model_copy(update={"knobs": {name: values}}),
+        )  # fmt: skip
         # Unchanged knobs are not written: a maker's value may be infinite, and may change.
-        values = dict(zip(grid, best, strict=True))
-        return best_score, {knob: value for knob, value in values.items() if value != start[knob]}
+        return score, {knob: value for knob, value in best.items() if value != defaults[knob]}
 
     def with_orders(self, rules: TunedRules) -> TunedRules:
         """Add the score of every order beside the placements that matter, and its knob."""
@@ -390,17 +388,9 @@ class _Search:
         start.setdefault(SET_BACK, 0.0)
         grid.setdefault(SET_BACK, SET_BACKS)
 
-        def score_with(values: Values) -> float:
-            tried = {name: dict(zip(start, values, strict=True))}
-            return self.score_of(name, rules.model_copy(update={"orders": tried}))
-
-        best_score, best = coordinate_descent(
-            tuple(start.values()),
-            [grid[knob] for knob in start],
-            score_with,
-            most_trials=MOST_TRIALS,
+        return self._tuned(
+            name, start, grid, lambda values: rules.model_copy(update={"orders": {name: values}})
         )
-        return best_score, dict(zip(start, best, strict=True))
 
     def _cuts(self, order: tuple[int, ...]) -> tuple[float, Values]:
         """Best cuts for an order of servers: coordinate descent from equal load."""

@@ -25,13 +25,7 @@ class ColumnarEpisodeReplayBuffer(EpisodeReplayBuffer):
     _num_timesteps_added: int
 
     def __init__(self, capacity: int = 10_000, seed: int | None = None, **kwargs: Any) -> None:
-        """Make an empty buffer; arrays are allocated when the first steps come.
-
-        Args:
-            capacity: Steps that are kept.
-            seed: Of the draws.
-            kwargs: As for RLlib's buffer.
-        """
+        """Make an empty buffer; arrays are allocated when the first steps come."""
         super().__init__(capacity=capacity, **kwargs)
         self.rng = np.random.default_rng(seed)
         self._columns: dict[str, npt.NDArray[Any]] = {}

@@ -29,12 +29,7 @@ class LocalRounds(Algorithm):
         return bool(self.learner_group.is_local and not self.config.num_env_runners)
 
     def to_learn_from(self, sampled: list[Any], num_sampled: float) -> Sequence[Any]:
-        """What is learned from after a round's sampling; nothing yet, where it is empty.
-
-        Args:
-            sampled: What the env runner returned.
-            num_sampled: Environment steps sampled so far, these included.
-        """
+        """What is learned from after a round's sampling; nothing yet, where it is empty."""
         return sampled
 
     def rounds_here(self) -> None:

@@ -47,14 +47,6 @@ def export_policy(
 
     A network over the paper's observation is of kind `mlp`, one that corrects a rule of kind
     `corrected`.
-
-    Args:
-        module: The learner's module.
-        source: Traffic it was trained on: gives the feature scaling and the length predictor.
-        trainer: Algorithm that trained it.
-        metrics: What it scored, for the record.
-        lineage: What it was made from, for the record.
-        order: Weights of the order in which requests wait; none: first come, first served.
     """
     scenario = source.scenario
     of_the_kind: dict[str, Any]

@@ -58,11 +58,7 @@ DELAY, TUNED_DELAY = "marginal_delay", "tuned_marginal_delay"
 
 
 def order_weights_of(order: Term, tuned: Mapping[str, float] | None = None) -> FloatArray:
-    """Weights of an order in compiled code.
-
-    Args:
-        order: Its name; without knobs of its own those that were tuned count, or its default.
-        tuned: Knobs by name.
+    """Weights of an order in compiled code: by its name's knobs, else those tuned, else defaults.
 
     Raises:
         ValueError: Compiled code does not know the order, or a knob is no number.
