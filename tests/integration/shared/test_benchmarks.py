@@ -54,7 +54,6 @@ WITH_A_RAY = [
     ),
 ]
 OTHERS = {
-    "fresh_seeds.py",
     "gateway_throughput.py",
     "live_sessions.py",
     "rival_parity.py",
@@ -101,15 +100,6 @@ def beside(monkeypatch):
 @pytest.mark.parametrize(("command", "keys"), HERE, ids=map(named, HERE))
 def test_a_benchmark_writes_rows_with_the_documented_keys(command, keys, beside, tmp_path):
     run(command, keys, tmp_path / "rows.json")
-
-
-def test_champions_are_shown_at_every_load_beside_the_best_rules_there(beside, tmp_path):
-    command = ["fresh_seeds.py", "--scenario", FLEET, "--streams", "2", "--choosing", "1"]
-    keys = {"policy", "mean_response_s", "baseline_mean_response_s"}
-    rows = run([*command, "--loads", "0.5", "0.9"], keys, tmp_path / "rows.json")
-    assert {row["offered_load"] for row in rows} == {0.5, 0.9}
-    chosen = [by for row in rows for by in row["chosen_by"].split(" and ")]
-    assert sorted(chosen) == ["mean", "mean", "score", "score"]
 
 
 @pytest.mark.parametrize(("command", "keys"), WITH_A_RAY, ids=map(named, WITH_A_RAY))
