@@ -15,16 +15,9 @@ import numpy as np
 from tokenyard.metrics import score
 from tokenyard.routing.evaluation import per_stream
 from tokenyard.routing.gate import FULL_LOAD, load_factors
-from tokenyard.routing.policies import PolicyContext, make_policy
+from tokenyard.routing.policies import PolicyContext, make_policy, public
 from tokenyard.routing.policies.delay import SedDump, SedReserve
 from tokenyard.routing.policies.order import IN_ORDER, ORDERS, SET_BACK, SET_BACKS, OrderRule
-from tokenyard.routing.policies.public import (
-    ALWAYS_TUNED,
-    PUBLIC_RULES,
-    TUNED_PREFIX,
-    Needs,
-    grid_of,
-)
 from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.policies.size_interval import SizeIntervals
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules, TunedRules
@@ -89,7 +82,11 @@ def tune_public_rules(
     """
     streams = synthetic_streams(StreamSource(scenario), num_streams, seed, "training")
     search = _Search(scenario, streams)
-    others = [name for name in rules.scores if name.removeprefix(TUNED_PREFIX) not in PUBLIC_RULES]
+    others = [
+        name
+        for name in rules.scores
+        if name.removeprefix(public.TUNED_PREFIX) not in public.PUBLIC_RULES
+    ]
     tuned_on = _stream_words(scenario, num_streams, seed)
     tuned = search.with_public_rules(search.scored_anew(rules, others, "public rules", tuned_on))
     # An order may be combined with a public rule, whose knobs have changed.
@@ -346,18 +343,18 @@ class _Search:
         """Add the score of every public rule that is a row here, and the best of its knobs."""
         has = self._servers.has
         scores, knobs = dict(rules.scores), dict(rules.knobs)
-        for name in [name for name, rule in PUBLIC_RULES.items() if rule.needs <= has]:
-            if name != ALWAYS_TUNED:
+        for name in [name for name, rule in public.PUBLIC_RULES.items() if rule.needs <= has]:
+            if name != public.ALWAYS_TUNED:
                 scores[name] = self.score_of(name, rules)
-            if grid_of(name, has):
-                label = name if name == ALWAYS_TUNED else TUNED_PREFIX + name
+            if public.grid_of(name, has):
+                label = name if name == public.ALWAYS_TUNED else public.TUNED_PREFIX + name
                 scores[label], knobs[name] = self._tune_knobs(name, label, rules, has)
         return rules.model_copy(update={"scores": scores, "knobs": knobs})
 
     def _tune_knobs(
-        self, name: str, label: str, rules: TunedRules, has: Needs
+        self, name: str, label: str, rules: TunedRules, has: public.Needs
     ) -> tuple[float, dict[str, float]]:
-        grid, defaults = grid_of(name, has), PUBLIC_RULES[name].defaults
+        grid, defaults = public.grid_of(name, has), public.PUBLIC_RULES[name].defaults
         score, best = self._tuned(
             label, {knob: defaults[knob] for knob in grid}, grid,
             lambda values: rules.model_copy(update={"knobs": {name: values}}),
