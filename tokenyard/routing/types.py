@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, overload, runtime_checkable
 
 from tokenyard.routing.sent_queues import SentQueues
 from tokenyard.types import FloatArray
@@ -130,6 +130,20 @@ class SnapshotColumns(Sequence[ReplicaSnapshot]):
 
     To index it makes a snapshot of one replica; to take a column costs nothing.
     """
+
+    @abstractmethod
+    def _snapshot(self, at: int) -> ReplicaSnapshot:
+        """Make the snapshot of one replica."""
+
+    @overload
+    def __getitem__(self, at: int) -> ReplicaSnapshot: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[ReplicaSnapshot]: ...
+    def __getitem__(self, at: int | slice) -> ReplicaSnapshot | list[ReplicaSnapshot]:
+        """A snapshot, or a list of some."""
+        if isinstance(at, slice):
+            return [self._snapshot(i) for i in range(*at.indices(len(self)))]
+        return self._snapshot(range(len(self))[at])
 
     batches: bool = True
     """Whether the replicas batch continuously, all of them, or none."""
