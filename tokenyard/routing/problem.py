@@ -6,6 +6,7 @@ a table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -153,7 +154,7 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         """Load above 1, unless much of the prompts is cached, or whoever waits long is given up."""
         load, fleet = streams.offered_load, scenario.fleet
         ends = fleet is not None and fleet.gives_up
-        return load if load > 1.0 and not streams.has_prefixes and not ends else None
+        return load if load > 1.0 and math.isnan(streams.warm_load) and not ends else None
 
     def validation(
         self, scenario: Scenario, num_streams: int
@@ -215,7 +216,7 @@ def _find_streams(source: StreamSource, options: StreamOptions) -> tuple[StreamS
 
 def _load_note(streams: StreamSet) -> str:
     note = f"offered load: {streams.offered_load:.2f}"
-    if not streams.has_prefixes:
+    if math.isnan(streams.warm_load):
         return note
     return f"{note}, as if nothing were cached; {streams.warm_load:.2f}, as if all repeated were"
 

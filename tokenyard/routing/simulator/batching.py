@@ -19,7 +19,7 @@ from tokenyard.routing.simulator.batching_kernel.fleet import clear
 from tokenyard.routing.simulator.batching_kernel.prompts import prompt_blocks
 from tokenyard.routing.simulator.batching_kernel.view import fill_table
 from tokenyard.routing.simulator.batching_params import fleet_rules, ranks, replica_params
-from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream, fleet_stream
+from tokenyard.routing.simulator.batching_streams import Stream, fleet_stream
 from tokenyard.routing.simulator.constant_rate import Outcomes
 from tokenyard.routing.simulator.copies import Actions, Observations, ServerCopies
 from tokenyard.routing.simulator.table import TableSnapshots
@@ -203,20 +203,7 @@ class BatchingSim(ServerCopies):
     def load(self, copy: int, stream: Stream) -> None:
         """Empty one copy and give it a stream of `stream_length` requests."""
         stream = fleet_stream(stream)
-        self._make_room(stream)
-        arrays = self.arrays
-        arrays.requests[copy] = stream.requests
-        arrays.turns[copy, : len(stream.turns)] = stream.turns
-        arrays.factors[copy] = stream.factors
-        if arrays.pending.shape[1]:
-            arrays.pending[copy, lay.PENDING_CLIENTS] = stream.num_clients
-        arrays.chains[copy, : len(stream.chains)] = stream.chains
-        arrays.events[copy, :, lay.EVENT_S] = np.inf
-        arrays.events[copy, : len(stream.events)] = stream.events
-        self.clear(copy)
-
-    def _make_room(self, stream: BatchingStream) -> None:
-        """Lengthen the arrays whose length depends on the stream."""
+        # The length of some arrays depends on the stream.
         clients = lay.PENDING_AT + stream.num_clients if stream.num_clients else 0
         for name, axis, needed, fill in (
             ("chains", 1, len(stream.chains), 0),
@@ -237,6 +224,16 @@ class BatchingSim(ServerCopies):
             pad[axis] = (0, missing + (0 if name in _EQUALLY_LONG else needed // 8))
             longer = np.pad(old, pad, constant_values=fill)
             self.arrays = self.arrays._replace(**{name: longer})
+        arrays = self.arrays
+        arrays.requests[copy] = stream.requests
+        arrays.turns[copy, : len(stream.turns)] = stream.turns
+        arrays.factors[copy] = stream.factors
+        if arrays.pending.shape[1]:
+            arrays.pending[copy, lay.PENDING_CLIENTS] = stream.num_clients
+        arrays.chains[copy, : len(stream.chains)] = stream.chains
+        arrays.events[copy, :, lay.EVENT_S] = np.inf
+        arrays.events[copy, : len(stream.events)] = stream.events
+        self.clear(copy)
 
     def vary(self, copy: int, randomisation: Randomisation, rng: np.random.Generator) -> None:
         """Draw other hardware and staleness for one copy, which is emptied; until the next draw."""
@@ -274,7 +271,9 @@ class BatchingSim(ServerCopies):
         Raises:
             ValueError: An action names no replica; nothing has changed.
         """
-        self._check(kernel.step(self.arrays, actions, self.rewards), actions)
+        wrong = kernel.step(self.arrays, actions, self.rewards)
+        if wrong >= 0:
+            raise self._names_none(wrong, actions)
         return self.rewards
 
     def observe(self) -> Observations:
@@ -294,16 +293,16 @@ class BatchingSim(ServerCopies):
             self.scenario.slo_response_s,
             self.observations,
         )
-        self._check(wrong, actions)
+        if wrong >= 0:
+            raise self._names_none(wrong, actions)
         self.num_saturated += saturated
         return self.observations, self.rewards
 
-    def _check(self, wrong: int, actions: Actions) -> None:
-        if wrong >= 0:
-            raise ValueError(
-                f"action {actions[wrong]} of copy {wrong} names no replica; "
-                f"choose 0..{self.scenario.num_servers - 1}"
-            )
+    def _names_none(self, wrong: int, actions: Actions) -> ValueError:
+        return ValueError(
+            f"action {actions[wrong]} of copy {wrong} names no replica; "
+            f"choose 0..{self.scenario.num_servers - 1}"
+        )
 
     def drain(self) -> FloatArray:
         """Let every copy finish what it holds, so that all response times are known.

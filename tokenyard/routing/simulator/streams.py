@@ -81,11 +81,6 @@ class StreamSet:
         return len(self.requests)
 
     @property
-    def has_prefixes(self) -> bool:
-        """Whether prompts may be cached, so that less is asked of the servers."""
-        return not math.isnan(self.warm_load)
-
-    @property
     def described(self) -> str:
         """How many requests, and where they come from."""
         counted = len(self.requests[-1]) - (self.warm_up[-1] if self.warm_up else 0)
