@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Self
 
 import numpy as np
@@ -45,6 +45,7 @@ NUM_REQUEST_FEATURES = len(FEATURE_NAMES)
 
 _LONGEST_WINDOW = 20
 _HOUR_S = 3600
+_DAY_S = 86400
 
 
 def request_features(
@@ -67,10 +68,7 @@ def request_features(
     rows = np.empty((len(arrival_s), NUM_REQUEST_FEATURES), np.float32)
     contexts = np.asarray(context_tokens, np.float64)
     totals = np.asarray(predicted_total, np.float64)
-    hours = (_epoch_s(started_at) + np.asarray(arrival_s, np.float64)) // _HOUR_S
-    hours, which = np.unique(hours, return_inverse=True)
-    calendars = np.array([_calendar(hour * _HOUR_S) for hour in hours.tolist()])
-    _fill_rows(rows, calendars.reshape(-1, 4)[which], contexts, totals)
+    _fill_rows(rows, np.asarray(arrival_s, np.float64), contexts, totals, _epoch_s(started_at))
     return rows
 
 
@@ -91,7 +89,7 @@ class FeatureTracker:
         self._contexts = np.append(self._contexts, float(context_tokens))[latest]
         self._totals = np.append(self._totals, float(predicted_total_tokens))[latest]
         row = np.zeros(NUM_REQUEST_FEATURES)
-        calendar = np.array(_calendar(self._epoch_s + arrival_s))
+        calendar = _calendar(self._epoch_s + arrival_s)
         _fill_row(row, calendar, self._contexts, self._totals, len(self._totals) - 1)
         return row
 
@@ -129,16 +127,26 @@ def _epoch_s(started_at: datetime | None) -> float:
 
 @compiled_with_arrays
 def _fill_rows(
-    rows: npt.NDArray[np.float32], calendars: FloatArray, contexts: FloatArray, totals: FloatArray
+    rows: npt.NDArray[np.float32],
+    arrival_s: FloatArray,
+    contexts: FloatArray,
+    totals: FloatArray,
+    epoch_s: float,
 ) -> None:
+    valid_until_s = -math.inf  # the calendar costs as much as the rest: once per hour is enough
+    calendar = _calendar(epoch_s)
     for i in range(len(rows)):
-        _fill_row(rows[i], calendars[i], contexts, totals, i)
+        clock_s = epoch_s + arrival_s[i]
+        if clock_s >= valid_until_s:
+            calendar = _calendar(clock_s)
+            valid_until_s = (clock_s // _HOUR_S + 1) * _HOUR_S
+        _fill_row(rows[i], calendar, contexts, totals, i)
 
 
 @compiled_with_arrays
 def _fill_row(
     row: npt.NDArray[np.floating[Any]],
-    calendar: FloatArray,
+    calendar: tuple[float, float, float, float],
     contexts: FloatArray,
     totals: FloatArray,
     i: int,
@@ -180,9 +188,38 @@ def _fill_rolling(row: npt.NDArray[np.floating[Any]], past: FloatArray) -> None:
         row[later] = row[later - 2]
 
 
+@compiled_with_arrays
 def _calendar(clock_s: float) -> tuple[float, float, float, float]:
-    """Return hour, day of week, day of month and ISO week of a time since 1970, UTC; NaN: 0s."""
+    """Return hour, day of week, day of month and ISO week of a time since 1970, UTC."""
     if math.isnan(clock_s):
         return 0.0, 0.0, 0.0, 0.0
-    time = datetime.fromtimestamp(clock_s // _HOUR_S * _HOUR_S, UTC)
-    return float(time.hour), float(time.weekday()), float(time.day), float(time.isocalendar().week)
+    day = int(clock_s // _DAY_S)
+    hour = int(clock_s - day * _DAY_S) // _HOUR_S
+    weekday = (day + 3) % 7  # 1970-01-01 was a Thursday
+    # The ISO week belongs to the year of its Thursday.
+    thursday = day - weekday + 3
+    year, _ = _year_and_day_of_month(thursday)
+    week = (thursday - _first_of_january(year)) // 7 + 1
+    return float(hour), float(weekday), float(_year_and_day_of_month(day)[1]), float(week)
+
+
+@compiled_with_arrays
+def _year_and_day_of_month(day: int) -> tuple[int, int]:
+    """Split days since 1970 into Gregorian year and day of month (Hinnant, civil_from_days)."""
+    shifted = day + 719468  # since 0000-03-01, so that leap days end a year
+    era = shifted // 146097
+    day_of_era = shifted - era * 146097
+    year_of_era = (
+        day_of_era - day_of_era // 1460 + day_of_era // 36524 - day_of_era // 146096
+    ) // 365
+    day_of_year = day_of_era - (365 * year_of_era + year_of_era // 4 - year_of_era // 100)
+    month = (5 * day_of_year + 2) // 153  # 0 is March
+    year = era * 400 + year_of_era + (1 if month >= 10 else 0)
+    return year, day_of_year - (153 * month + 2) // 5 + 1
+
+
+@compiled_with_arrays
+def _first_of_january(year: int) -> int:
+    """Return the days from 1970-01-01 to January 1 of `year`."""
+    before = year - 1
+    return 365 * before + before // 4 - before // 100 + before // 400 - 719162
