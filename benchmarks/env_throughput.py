@@ -115,10 +115,10 @@ def vectorised(args: Args, num_envs: int) -> Contestant:
     return Contestant("LoadBalancingVectorEnv", "tokenyard", num_envs, run_episode)
 
 
-def kernel_rule(args: Args, reward: str, num_copies: int = 16) -> Contestant:
+def kernel_rule(args: Args, reward: str) -> Contestant:
     scenario = load_scenario(args.fleet)
     source = StreamSource(scenario)
-    length = args.episode_requests
+    length, num_copies = args.episode_requests, 16
     sim = BatchingSim(scenario, num_copies, length, FLEET_REWARDS[reward])
     rng = np.random.default_rng(args.seed)
     for copy in range(num_copies):

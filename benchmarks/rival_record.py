@@ -157,14 +157,14 @@ class FirstSent:
 class Script:
     """Seeded: which requests finish between two decisions, so that load varies and is unequal."""
 
-    def __init__(self, rng: np.random.Generator, levels: Sequence[int] = LEVELS) -> None:
-        """Keep about as many requests in flight as one of `levels`, another in each phase."""
-        self._rng, self._levels = rng, levels
+    def __init__(self, rng: np.random.Generator) -> None:
+        """Keep about as many requests in flight as one of `LEVELS`, another in each phase."""
+        self._rng = rng
         self._level, self._speeds = 0, np.array(SPEEDS)
 
     def begin_phase(self) -> None:
         """Draw a level and the engines' speeds."""
-        self._level = int(self._rng.choice(self._levels))
+        self._level = int(self._rng.choice(LEVELS))
         self._speeds = self._rng.permutation(SPEEDS)
 
     async def finish_some(self, fleet: Fleet) -> None:

@@ -12,18 +12,8 @@ from pydantic import Field, field_validator
 
 from envs.copies import IndependentCopies, Stepped
 from envs.picture import RENDER_METADATA, Picture, check_render_mode, draw_bars
+from tokenyard.allocation import dynamics as dyn
 from tokenyard.allocation.demand import demand_source
-from tokenyard.allocation.dynamics import (
-    BACKLOG,
-    DROPPED,
-    ENERGY_J,
-    LOAD,
-    OFFERED,
-    SERVED,
-    SWITCHED,
-    USD,
-    VIOLATIONS,
-)
 from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.observation import OBSERVATION_LIMIT, observation_size
 from tokenyard.allocation.plans import load_allocation
@@ -33,13 +23,13 @@ from tokenyard.config import FrozenModel
 from tokenyard.types import FloatArray, IntArray
 
 _MEASURED = {
-    "offered_requests": OFFERED,
-    "served_requests": SERVED,
-    "dropped_requests": DROPPED,
-    "slo_violations": VIOLATIONS,
-    "usd": USD,
-    "energy_j": ENERGY_J,
-    "switched": SWITCHED,
+    "offered_requests": dyn.OFFERED,
+    "served_requests": dyn.SERVED,
+    "dropped_requests": dyn.DROPPED,
+    "slo_violations": dyn.VIOLATIONS,
+    "usd": dyn.USD,
+    "energy_j": dyn.ENERGY_J,
+    "switched": dyn.SWITCHED,
 }
 """Numbers of a step's `info` by column of the dynamics."""
 
@@ -202,13 +192,7 @@ class ParallelismEnv(gymnasium.Env[Observations, Any]):
         render_mode: str | None = None,
         **options: Any,
     ) -> None:
-        """Validate the configuration.
-
-        Args:
-            config: Fields of `ParallelismEnvConfig`.
-            render_mode: "rgb_array", or None.
-            options: The same fields as keywords.
-        """
+        """Validate the fields of `ParallelismEnvConfig`, in a mapping (RLlib) or as keywords."""
         self.render_mode = check_render_mode(render_mode)
         self.config = ParallelismEnvConfig.model_validate({**(config or {}), **options})
         self._feed = _Feed(self.config, num_copies=1)
@@ -240,7 +224,7 @@ class ParallelismEnv(gymnasium.Env[Observations, Any]):
     def render(self) -> Picture:  # type: ignore[override]
         """Draw the pool: its GPUs in use; how busy they were; what waits, half at 100 requests."""
         on = self.sim.table.plans[self.sim.plan(0)].num_gpus / self.config.scenario.num_gpus
-        load, waiting = self.sim.outs[0, [LOAD, BACKLOG]].tolist()
+        load, waiting = self.sim.outs[0, [dyn.LOAD, dyn.BACKLOG]].tolist()
         return draw_bars(np.array([[on, load, waiting / (waiting + 100.0)]]))
 
 

@@ -9,23 +9,16 @@ import gymnasium
 import numpy as np
 from pydantic import Field
 
-from tokenyard.allocation.paper.simulator import (
-    NUM_ACTIONS,
-    NUM_STATES,
-    LiteralWeights,
-    Reading,
-    decode_action,
-    literal_table,
-)
+from tokenyard.allocation.paper import simulator as paper
 from tokenyard.config import FrozenModel
 
 
 class LiteralEnvConfig(FrozenModel):
     """What `LiteralParallelismEnv` is made from."""
 
-    reading: Reading = "correlated"
+    reading: paper.Reading = "correlated"
     """How actions and CPU use change the features."""
-    weights: LiteralWeights = LiteralWeights()
+    weights: paper.LiteralWeights = paper.LiteralWeights()
     bins: Literal["uniform", "quantile"] = "uniform"
     observation: Literal["bin", "features"] = "bin"
     """The bin of the average CPU use, or the five features of the last slot."""
@@ -59,17 +52,12 @@ class LiteralParallelismEnv(gymnasium.Env[Any, np.int64]):
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
 
     def __init__(self, config: Mapping[str, Any] | None = None, **options: Any) -> None:
-        """Make the data set.
-
-        Args:
-            config: Fields of `LiteralEnvConfig`.
-            options: The same fields as keywords.
-        """
+        """Make the data set from the fields of `LiteralEnvConfig`."""
         self.config = LiteralEnvConfig.model_validate({**(config or {}), **options})
         own = self.config
-        self.table = literal_table(own.reading, own.weights, own.bins, own.seed)
-        self.action_space = gymnasium.spaces.Discrete(NUM_ACTIONS)
-        self.observation_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(NUM_STATES)
+        self.table = paper.literal_table(own.reading, own.weights, own.bins, own.seed)
+        self.action_space = gymnasium.spaces.Discrete(paper.NUM_ACTIONS)
+        self.observation_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(paper.NUM_STATES)
         if own.observation == "features":
             self.observation_space = gymnasium.spaces.Box(0.0, 1.0, (5,), np.float32)
         self._slot = self._end = 0
@@ -94,11 +82,11 @@ class LiteralParallelismEnv(gymnasium.Env[Any, np.int64]):
         """
         if self._slot == self._end:
             raise ValueError("the episode is over: call reset first")
-        if not 0 <= action < NUM_ACTIONS:
-            raise ValueError(f"action {action} must be in 0..{NUM_ACTIONS - 1}")
+        if not 0 <= action < paper.NUM_ACTIONS:
+            raise ValueError(f"action {action} must be in 0..{paper.NUM_ACTIONS - 1}")
         reward = float(self.table.rewards[self._slot, action])
         self._last = self.table.features[self._slot, action]
-        kind, gpus = decode_action(int(action))
+        kind, gpus = paper.decode_action(int(action))
         self._slot += 1
         info = {"parallelism": kind, "num_gpus": gpus}
         return self._observe(), reward, False, self._slot == self._end, info

@@ -13,19 +13,11 @@ from pydantic import field_validator
 from envs.copies import IndependentCopies, Observations, Stepped
 from envs.picture import RENDER_METADATA, Picture, check_render_mode, draw_bars
 from tokenyard.config import FrozenModel
+from tokenyard.regions import observation as ob
 from tokenyard.regions import transport
 from tokenyard.regions.activation import ActivationRule, targets
 from tokenyard.regions.demand import sample_stream
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
-from tokenyard.regions.observation import (
-    LIMIT,
-    Action,
-    action_size,
-    encode,
-    observation_size,
-    shares_of,
-    wanted_shares,
-)
 from tokenyard.regions.policies.rules import COST_KNOBS
 from tokenyard.regions.scenario import RegionReward, RegionScenario, load_regions
 from tokenyard.regions.servers import make_cluster
@@ -52,7 +44,7 @@ class RegionEnvConfig(FrozenModel):
 
     scenario: RegionScenario
     """A scenario, or the name or YAML path of one."""
-    action: Action = "mix"
+    action: ob.Action = "mix"
     reward: RegionReward = RegionReward()
     dispatch: Dispatch = "shares"
     """How tasks are sent within a slot."""
@@ -86,7 +78,7 @@ class _Copy:
     def step(self, action: npt.NDArray[Any]) -> tuple[float, FloatArray]:
         """Run a slot; return its reward and what it measured."""
         before, state = self.sim.shares, self.state
-        shares = shares_of(action, state, self.config.action)
+        shares = ob.shares_of(action, state, self.config.action)
         active = targets(state, shares, self._rule)
         decision = RegionDecision(shares, active, self.config.dispatch, COST_KNOBS.live)
         out = self.sim.step(decision)
@@ -105,7 +97,7 @@ class _Copy:
             mean_s = out[world.OUT_RESPONSE_S] / max(out[world.OUT_PLACED], 1.0)
             reward -= weights.response * mean_s / 20.0
         if weights.transport:
-            wanted = wanted_shares(state)
+            wanted = ob.wanted_shares(state)
             reward -= weights.transport * ((shares - wanted) ** 2).sum() / size
         if weights.smoothness:
             reward -= weights.smoothness * ((shares - before) ** 2).sum() / size
@@ -116,17 +108,17 @@ class _Copy:
 
     def observe(self) -> Observations:
         """Return `tokenyard.regions.observation.encode` within its limits."""
-        flat = encode(self.state, self.config.action)
-        self.num_saturated += int((np.abs(flat) > LIMIT).sum())
-        return np.asarray(np.clip(flat, -LIMIT, LIMIT), dtype=np.float32)
+        flat = ob.encode(self.state, self.config.action)
+        self.num_saturated += int((np.abs(flat) > ob.LIMIT).sum())
+        return np.asarray(np.clip(flat, -ob.LIMIT, ob.LIMIT), dtype=np.float32)
 
 
 def _spaces(
     config: RegionEnvConfig, num_regions: int
 ) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Box]:
-    num_observed = observation_size(num_regions, config.action)
-    num_actions = action_size(num_regions, config.action)
-    observation = gymnasium.spaces.Box(-LIMIT, LIMIT, (num_observed,), np.float32)
+    num_observed = ob.observation_size(num_regions, config.action)
+    num_actions = ob.action_size(num_regions, config.action)
+    observation = gymnasium.spaces.Box(-ob.LIMIT, ob.LIMIT, (num_observed,), np.float32)
     action = gymnasium.spaces.Box(-1.0, 1.0, (num_actions,), np.float32)
     return observation, action
 
@@ -172,13 +164,7 @@ class RegionEnv(gymnasium.Env[Observations, npt.NDArray[np.float32]]):
         render_mode: str | None = None,
         **options: Any,
     ) -> None:
-        """Validate the configuration and fit the forecaster.
-
-        Args:
-            config: Fields of `RegionEnvConfig`.
-            render_mode: "rgb_array", or None.
-            options: The same fields as keywords.
-        """
+        """Validate the fields of `RegionEnvConfig`, and fit the forecaster."""
         self.render_mode = check_render_mode(render_mode)
         self.config = RegionEnvConfig.model_validate({**(config or {}), **options})
         self._copy = _Copy(self.config, fit_seasonal(self.config.scenario))
@@ -211,9 +197,6 @@ class RegionEnv(gymnasium.Env[Observations, npt.NDArray[np.float32]]):
         self, action: npt.NDArray[np.float32]
     ) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
         """Divide one slot's demand, and run to the next.
-
-        Args:
-            action: Of `action_space`.
 
         Returns:
             The observation of the slot that begins; the reward of the one that ended; False, since

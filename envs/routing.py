@@ -19,7 +19,7 @@ from tokenyard.routing.observation import OBSERVATION_LIMIT
 from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
 from tokenyard.routing.scores.order import FIRST_COME, NUM_ORDER_WEIGHTS
 from tokenyard.routing.simulator import make_simulator
-from tokenyard.routing.simulator.constant_rate import Observations
+from tokenyard.routing.simulator.copies import Observations
 from tokenyard.routing.simulator.streams import StreamSource
 from tokenyard.types import IntArray
 
@@ -161,13 +161,7 @@ class LoadBalancingEnv(gymnasium.Env[Observations, np.int64]):
         render_mode: str | None = None,
         **options: Any,
     ) -> None:
-        """Validate the configuration; the first `reset` draws the first episode.
-
-        Args:
-            config: Fields of `RoutingEnvConfig` (RLlib hands them over as one mapping).
-            render_mode: "rgb_array", or None.
-            options: The same fields as keywords, as `gymnasium.make` passes them.
-        """
+        """Validate the fields of `RoutingEnvConfig`, in a mapping (RLlib) or as keywords."""
         self.render_mode = check_render_mode(render_mode)
         self.config = RoutingEnvConfig.model_validate({**(config or {}), **options})
         self._feed = _Feed(self.config, num_copies=1)

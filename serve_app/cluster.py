@@ -19,6 +19,7 @@ from serve_app.endpoints import (
     GatewayPath,
     MetricNames,
     Pattern,
+    PeerSettings,
     ServiceDiscovery,
 )
 from serve_app.engine_config import PAGE_TOKENS, EngineConfig, Hardware
@@ -409,15 +410,6 @@ class Cors(FrozenModel):
     """Sites whose pages may send requests, such as `https://chat.example.com`; `*`: any."""
 
     origins: Annotated[tuple[str, ...], Field(min_length=1)]
-
-
-class PeerSettings(FrozenModel):
-    """Other gateways and pickers before the same replicas: see `serve_app.gateway.peers`."""
-
-    listen: Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$")]
-    """Where this one tells what it sends, as ZeroMQ names addresses: `tcp://0.0.0.0:9005`."""
-    connect: tuple[Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$")], ...]
-    """Where the others do: `tcp://10.0.0.2:9005`. Its own address among them does no harm."""
 
 
 class GatewaySettings(FrozenModel):

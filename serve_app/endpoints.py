@@ -132,3 +132,13 @@ class Autoscaling(FrozenModel):
     policy: str = "autoscaler_70"
     """champion, a policy file (.npz) or an allocation rule's name."""
     min_replicas: Annotated[int, Field(ge=1)] = 1
+    """Fewest that are recommended; the most are as many as the scenario has GPUs for."""
+
+
+class PeerSettings(FrozenModel):
+    """Other gateways and pickers before the same replicas: see `serve_app.gateway.peers`."""
+
+    listen: Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$")]
+    """Where this one tells what it sends, as ZeroMQ names addresses: `tcp://0.0.0.0:9005`."""
+    connect: tuple[Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$")], ...]
+    """Where the others do: `tcp://10.0.0.2:9005`. Its own address among them does no harm."""

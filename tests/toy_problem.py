@@ -13,7 +13,7 @@ from tokenyard.artifact import Artifact, find_champion
 from tokenyard.config import FrozenModel
 from tokenyard.problem import RULE, Candidate, Measure, Problem, Score
 from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
-from tokenyard.rl.training import SearchTraining
+from tokenyard.rl.training import LocalTraining
 from tokenyard.statistics.intervals import Samples
 from tune_configs.experiment import Experiment
 
@@ -122,7 +122,7 @@ class ToySearch:
 
 class ToyTrialConfig(TrialConfig):
     def make_training(self, scenario):
-        return SearchTraining(ToySearch(scenario, self.seed), generations_per_step=1)
+        return LocalTraining(ToySearch(scenario, self.seed), steps_per_result=1)
 
 
 class ToyTrial(PolicyTrainable):

@@ -45,12 +45,10 @@ class Scenario(Protocol):
     @property
     def name(self) -> str:
         """Names rows, registered models and shipped artifacts."""
-        ...
 
     @property
     def description(self) -> str:
         """One line for people."""
-        ...
 
 
 class Metadata(Protocol):
@@ -59,17 +57,14 @@ class Metadata(Protocol):
     @property
     def trainer(self) -> str:
         """Algorithm that made it."""
-        ...
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """What it scored when it was exported."""
-        ...
 
     @property
     def lineage(self) -> Mapping[str, str]:
         """Hashes and names of what it was made from."""
-        ...
 
 
 class TrainedPolicy(Protocol):
@@ -78,16 +73,13 @@ class TrainedPolicy(Protocol):
     @property
     def metadata(self) -> Metadata:
         """Where it comes from."""
-        ...
 
     @property
     def sha256(self) -> str:
         """First 12 hex digits of a hash over all that the policy is."""
-        ...
 
     def save(self, path: str | Path) -> None:
         """Write the file that `Problem.load_artifact` reads."""
-        ...
 
 
 class Streams(Protocol):
@@ -95,12 +87,10 @@ class Streams(Protocol):
 
     def __len__(self) -> int:
         """How many streams."""
-        ...
 
     @property
     def described(self) -> str:
         """How many of what, and where they come from, in words for a table."""
-        ...
 
 
 S = TypeVar("S", bound=Scenario)
@@ -232,7 +222,6 @@ class Problem(Protocol[S, A, D, R]):
 
     def scenario_names(self) -> list[str]:
         """Names of the scenarios that ship, sorted."""
-        ...
 
     def load_scenario(self, name: str) -> S:
         """Read a shipped scenario by name, or a YAML file by path.
@@ -240,7 +229,6 @@ class Problem(Protocol[S, A, D, R]):
         Raises:
             ValueError: Unknown name, with the closest one, or a file that is wrong.
         """
-        ...
 
     def policies_for(self, scenario: S) -> Sequence[str]:
         """What an evaluation of the scenario runs where nothing else is asked for."""
@@ -252,7 +240,6 @@ class Problem(Protocol[S, A, D, R]):
         Raises:
             ArtifactError: The file is missing, broken, or of another problem.
         """
-        ...
 
     def candidate(
         self, scenario: S, name: str, registry: RegistryLookup | None = None
@@ -262,26 +249,21 @@ class Problem(Protocol[S, A, D, R]):
         Raises:
             ValueError: The name is unknown, or what it needs is missing or of another scenario.
         """
-        ...
 
     def trained(self, artifact: A) -> Runner[S, D, R]:
         """What runs a trained policy."""
-        ...
 
     def streams(self, scenario: S, purpose: Purpose, count: int, seed: int) -> D:
         """Draw synthetic streams; equal arguments give equal streams."""
-        ...
 
     def measures(self, scenario: S) -> Sequence[Measure]:
         """All that is printed or compared of this scenario's rows, in the order of the columns.
 
         Rows of runs without a reward have no such column.
         """
-        ...
 
     def summary(self, scenario: S, runs: Sequence[R]) -> dict[str, float]:
         """Measures of one policy over all its runs, by key; docs/metrics.md defines them."""
-        ...
 
     def without_reward(self, scenario: S) -> S:
         """The scenario for runs whose reward is not used, where it takes time to compute."""
@@ -294,7 +276,6 @@ class Problem(Protocol[S, A, D, R]):
 
         They hold at least the measures with an interval or a difference, and the score.
         """
-        ...
 
     def evaluation_streams(self, scenario: S, options: StreamOptions) -> tuple[D, list[str]]:
         """Streams that an evaluation asks for, and what is worth knowing about them.
@@ -313,14 +294,12 @@ class Problem(Protocol[S, A, D, R]):
         """Offered load above 1, at which the queue only grows; None: it does not."""
         return None
 
-    def validation(
-        self, scenario: S, num_streams: int, seed: int = 0
-    ) -> Callable[[A], dict[str, float]]:
+    def validation(self, scenario: S, num_streams: int) -> Callable[[A], dict[str, float]]:
         """What scores an artifact in training: by `score` and what else is measured and finite.
 
         The streams are drawn once; equal arguments give equal streams in every trial.
         """
-        streams = self.streams(scenario, "validation", num_streams, seed)
+        streams = self.streams(scenario, "validation", num_streams, seed=0)
 
         def validate(artifact: A) -> dict[str, float]:
             means = self.summary(scenario, self.trained(artifact)(scenario, streams, 0))

@@ -49,7 +49,7 @@ def _compile_kernels(scenario: str = SCENARIO) -> None:
     env = envs.ParallelismVectorEnv(2, scenario=scenario, action="grid", subtract_bound=True)
     env.reset(seed=0)
     env.step(np.zeros(2, dtype=np.int64))
-    TabularLearner(loaded).step(1)
+    TabularLearner(loaded).step()
 
 
 def default() -> Experiment:

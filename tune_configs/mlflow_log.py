@@ -180,14 +180,7 @@ class TrialLog(Callback):
         tags: Mapping[str, str],
         hyperparameters: Callable[[Mapping[str, Any]], Mapping[str, object]],
     ) -> None:
-        """Log into a store.
-
-        Args:
-            uri: Of the store.
-            parent_run_id: Run that the trials' runs go under.
-            tags: Put onto every trial's run.
-            hyperparameters: What a trial learns with, logged beside what tells it from others.
-        """
+        """Log into a store."""
         self._uri = uri
         self._parent_run_id = parent_run_id
         self._tags = dict(tags)

@@ -28,15 +28,13 @@ class AshaPerAlgorithm(FIFOScheduler):
     Time is environment steps: an iteration may be empty while a lost actor is replaced.
     """
 
-    def __init__(self, grace_share: float, reduction_factor: int = 3) -> None:
-        """Cut for the first time at a share of a trial's budget.
+    def __init__(self, grace_share: float) -> None:
+        """Cut for the first time at a share of the budget of an algorithm's first trial.
 
-        Args:
-            grace_share: That share; the budget is that of an algorithm's first trial.
-            reduction_factor: Further cuts come at multiples of it, and as many trials stay.
+        Further cuts come each time three times as late, and a third of the trials stays.
         """
         super().__init__()
-        self._grace_share, self._reduction_factor = grace_share, reduction_factor
+        self._grace_share = grace_share
         self._brackets: dict[str, ASHAScheduler] = {}
 
     def _bracket(self, trial: Trial) -> ASHAScheduler:
@@ -48,7 +46,7 @@ class AshaPerAlgorithm(FIFOScheduler):
                 mode="max",
                 max_t=budget,
                 grace_period=max(1, round(self._grace_share * budget)),
-                reduction_factor=self._reduction_factor,
+                reduction_factor=3,
                 # At its budget a trial stops by itself.
                 stop_last_trials=False,
             )

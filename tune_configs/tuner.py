@@ -96,11 +96,6 @@ def check_resources(
 ) -> None:
     """Refuse a sweep whose trials could never start: Tune would wait for ever.
 
-    Args:
-        experiment: The sweep.
-        seed: Its seed.
-        nodes: Resources of each node of the cluster.
-
     Raises:
         ValueError: A trial asks for more of a resource than there is, in all or on any one node.
     """
@@ -199,10 +194,6 @@ def fit(tuner: tune.Tuner, resumed: Callable[[], tune.Tuner]) -> ResultGrid:
     A trial whose node dies while its actor is being turned to it, or is restoring a checkpoint,
     fails for good, whatever `max_failures` says: Tune recovers from RUNNING alone
     (ray 2.60, tune/execution/tune_controller.py:1354).
-
-    Args:
-        tuner: Runs them.
-        resumed: Makes a tuner that goes on with those that failed.
     """
     results = tuner.fit()
     for _ in range(_MOST_RERUNS):

@@ -373,18 +373,16 @@ class Allocator:
                 self._begin("undo", change.new, change.old, "the change took too long")
 
 
-def steady(requests: Sequence[float], enough: float = 4000.0, sigmas: float = 3.0) -> float:
+def steady(requests: Sequence[float]) -> float:
     """Requests per slot now: the mean of the last slots, back to where demand last changed.
 
-    A slot of few requests says little. Slots are added, the latest first, until `enough` requests
-    are counted or one differs from the mean so far by more than chance would have it (Poisson).
+    A slot of few requests says little. Slots are added, the latest first, until 4,000 requests are
+    counted or one differs from the mean so far by three standard deviations (Poisson).
     """
     total, slots = requests[-1], 1
     for count in list(requests)[-2::-1]:
         mean = total / slots
-        if total >= enough or abs(count - mean) > sigmas * math.sqrt(
-            max(mean, 1) * (1 + 1 / slots)
-        ):
+        if total >= 4000 or abs(count - mean) > 3.0 * math.sqrt(max(mean, 1) * (1 + 1 / slots)):
             break
         total, slots = total + count, slots + 1
     return total / slots

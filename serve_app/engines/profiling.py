@@ -132,7 +132,7 @@ def _open_lock(folder: Path) -> int:
 
 
 async def profile_engine(
-    engine: Engine, config: EngineConfig, vocab_size: int, budget_s: float = 30.0, seed: int = 0
+    engine: Engine, config: EngineConfig, vocab_size: int, budget_s: float = 30.0
 ) -> Measurement:
     """Measure a running engine that nobody else uses meanwhile.
 
@@ -142,7 +142,7 @@ async def profile_engine(
         EngineError: It failed meanwhile, or tells no times.
     """
     deadline_s = time.monotonic() + budget_s
-    probe = _Probe(engine, vocab_size, seed)
+    probe = _Probe(engine, vocab_size)
     await probe.prefill(_SMALLEST_PROMPT)  # What is done once for all must not count.
     longest = longest_tokens(config, engine.stats()) - 1
     rows: list[Row] = []
@@ -189,10 +189,10 @@ def _lengths(shares: Sequence[float], longest: int) -> list[int]:
 class _Probe:
     """Sends requests and records the engine's iterations."""
 
-    def __init__(self, engine: Engine, vocab_size: int, seed: int) -> None:
+    def __init__(self, engine: Engine, vocab_size: int) -> None:
         self._engine = engine
         self._vocab_size = vocab_size
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(0)
         self._num_sent = 0
 
     def _prompt(self, length: int) -> list[int]:

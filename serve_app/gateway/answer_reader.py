@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
+from serve_app.gateway import sse
 from serve_app.gateway.exchange import Attempt
 from serve_app.gateway.forwarding import failure_of, failure_of_event, sends_events
 from serve_app.gateway.generation import Headers, ReplicaFailed, ReplicaLacks
-from serve_app.gateway.sse import (
-    PEEK_BYTES,
-    ErrorEvent,
-    EventPeek,
-    id_in,
-    peek_whole,
-    prompt_tokens_of,
-)
 
 _MAX_ERROR_BYTES = 1 << 20
 
@@ -27,7 +20,7 @@ class AnswerReader:
         self._which = "an endpoint behind the proxy"
         is_encoded = any(name == b"content-encoding" for name, _ in headers)
         has_events = sends_events(headers, attempt.request.call) and not is_encoded
-        self._events = EventPeek() if has_events and self._is_well else None
+        self._events = sse.EventPeek() if has_events and self._is_well else None
         self._begin, self._tail = bytearray(), b""
         """The beginning and the end of an answer that is no stream."""
 
@@ -43,7 +36,7 @@ class AnswerReader:
             RequestRejected: An error event rejects the request.
         """
         if self._events is None:
-            self._tail = (self._tail + piece)[-PEEK_BYTES:]
+            self._tail = (self._tail + piece)[-sse.PEEK_BYTES :]
             if len(self._begin) < _MAX_ERROR_BYTES:
                 self._begin += piece
             return
@@ -53,7 +46,7 @@ class AnswerReader:
         else:
             try:
                 self._events.feed(piece)
-            except ErrorEvent as error:
+            except sse.ErrorEvent as error:
                 if self._events.num_tokens:
                     self._attempt.take(self._events.num_tokens)
                 raise failure_of_event(self._which, error) from None
@@ -74,15 +67,15 @@ class AnswerReader:
             raise failure_of(self._which, self._status, self._headers, bytes(self._begin))
         request = self._attempt.request
         if self._events is None:
-            num_tokens, reason, usage = peek_whole(self._tail)
-            if request.hear is not None and (name := id_in(self._begin)):
+            num_tokens, reason, usage = sse.peek_whole(self._tail)
+            if request.hear is not None and (name := sse.id_in(self._begin)):
                 request.hear(self._replica_id, name)
             self._attempt.take(num_tokens, reason, is_whole=True)
         else:
             peek = self._events
             try:
                 peek.rest()
-            except ErrorEvent as error:
+            except sse.ErrorEvent as error:
                 raise failure_of_event(self._which, error) from None
             usage = peek.usage
             if not (peek.has_ended or peek.num_tokens):
@@ -90,7 +83,7 @@ class AnswerReader:
             reason_or_none = None if peek.has_failed else peek.finish_reason or "stop"
             self._attempt.take(peek.num_tokens, reason_or_none)
         if request.learn is not None:
-            request.learn(prompt_tokens_of(usage))
+            request.learn(sse.prompt_tokens_of(usage))
 
     def end_unseen(self) -> None:
         """Take the end of an answer whose body nobody has shown; its tokens stay unknown."""

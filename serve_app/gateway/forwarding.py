@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from serve_app.cluster import Deadlines
 from serve_app.engines.base import EngineStatus
+from serve_app.gateway import sse
 from serve_app.gateway.clocks import steady_unix_s
 from serve_app.gateway.engine_wire import read_status
 from serve_app.gateway.exchange import Attempt, Call
@@ -24,14 +25,6 @@ from serve_app.gateway.generation import (
     ReplicaTimeout,
     ReplicaUnreachable,
     RequestRejected,
-)
-from serve_app.gateway.sse import (
-    PEEK_BYTES,
-    ErrorEvent,
-    EventPeek,
-    id_in,
-    peek_whole,
-    prompt_tokens_of,
 )
 from serve_app.gateway.upstream import (
     ConnectFailed,
@@ -125,7 +118,7 @@ class Forwarder:
             raise ReplicaUnreachable(f"{self.which} {error}") from None
         except UpstreamError as error:
             raise ReplicaFailed(f"{self.which} {error}") from None
-        except ErrorEvent as error:
+        except sse.ErrorEvent as error:
             raise self._failure_of(error) from None
         finally:
             timer.stop()
@@ -139,7 +132,7 @@ class Forwarder:
             text += piece
         return self._refusal(connection, bytes(text))
 
-    def _failure_of(self, error: ErrorEvent) -> ReplicaFailed | RequestRejected:
+    def _failure_of(self, error: sse.ErrorEvent) -> ReplicaFailed | RequestRejected:
         """Return the failure that an error at the end of a begun answer means."""
         return failure_of_event(self.which, error)
 
@@ -155,7 +148,7 @@ class Forwarder:
         # Events that are encoded come one by one, and nobody here can read them.
         most_held = 0 if sends_events(connection.headers, attempt.request.call) else _MAX_HELD_BYTES
         while piece := await connection.read():
-            tail = (tail + piece)[-PEEK_BYTES:]
+            tail = (tail + piece)[-sse.PEEK_BYTES :]
             if downstream.begun:
                 await downstream.write(piece)
             else:
@@ -165,10 +158,10 @@ class Forwarder:
                     await downstream.begin(connection.status, _handed_back(connection.headers))
                     await downstream.write(bytes(held))
             timer.wait_again()
-        num_tokens, reason, usage = peek_whole(tail)
+        num_tokens, reason, usage = sse.peek_whole(tail)
         if attempt.request.learn is not None:
-            attempt.request.learn(prompt_tokens_of(usage))
-        if attempt.request.hear is not None and (name := id_in(held)):
+            attempt.request.learn(sse.prompt_tokens_of(usage))
+        if attempt.request.hear is not None and (name := sse.id_in(held)):
             attempt.request.hear(connection.origin.url, name)
         attempt.take(num_tokens, reason, is_whole=True)
         if not downstream.begun:
@@ -183,7 +176,7 @@ def failure_of(
     return _failure(which, error, headers, body, f"answered {status}")
 
 
-def failure_of_event(which: str, error: ErrorEvent) -> ReplicaFailed | RequestRejected:
+def failure_of_event(which: str, error: sse.ErrorEvent) -> ReplicaFailed | RequestRejected:
     """Return the failure that an error at the end of a begun answer means."""
     body = json.dumps(error.event).encode()
     return _failure(which, EndpointError.of(error.event), _JSON, body, f"failed: {error}")
@@ -234,7 +227,7 @@ async def _hand_on_events(
     connection: Connection, attempt: Attempt, timer: ResponseTimer, at_once: bool
 ) -> None:
     """Hand on a stream from its first token; before that, another endpoint could still answer."""
-    peek, downstream, held, rest = EventPeek(), attempt.downstream, bytearray(), b""
+    peek, downstream, held, rest = sse.EventPeek(), attempt.downstream, bytearray(), b""
 
     def take(piece: bytes, chunk: bytes | None) -> bool:
         """Hand on plain tokens if that need not wait; this avoids waking a task for them."""
@@ -253,7 +246,7 @@ async def _hand_on_events(
         while piece := await connection.read(take if downstream.begun else None):
             try:
                 lines = peek.feed(piece)
-            except ErrorEvent as error:
+            except sse.ErrorEvent as error:
                 if downstream.begun and error.before:
                     attempt.take(peek.num_tokens)
                     await downstream.write(error.before)
@@ -281,7 +274,7 @@ async def _hand_on_events(
         raise UpstreamError("ended its answer without a reason")
     attempt.take(peek.num_tokens, None if peek.has_failed else peek.finish_reason or "stop")
     if attempt.request.learn is not None:
-        attempt.request.learn(prompt_tokens_of(peek.usage))
+        attempt.request.learn(sse.prompt_tokens_of(peek.usage))
     if not downstream.begun:
         await downstream.begin(connection.status, _handed_back(connection.headers))
         rest = bytes(held) + rest

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve_app.cluster import PeerSettings
+from serve_app.endpoints import PeerSettings
 from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
 
 if TYPE_CHECKING:

@@ -29,15 +29,10 @@ from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
 from serve_app.gateway.sessions import SessionGate
 from serve_app.policy.picker import ReplicaPicker
 from serve_app.policy.runner import PolicyRunner
+from tokenyard.routing import snapshot_table as st
 from tokenyard.routing.observation import WAIT_S
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.sent_queues import SentQueues
-from tokenyard.routing.snapshot_table import (
-    LIVE_MATCH_TOKENS,
-    LIVE_NUM_WAITING,
-    LIVE_OBSERVED_AT_S,
-    SnapshotTable,
-)
 from tokenyard.routing.types import Decision, OrderKey, Request
 from tokenyard.types import IntArray
 from tokenyard.workload.answer_lengths import AnswerFeatures, AnswerLengths
@@ -129,7 +124,7 @@ class Placement:
             choice = picker.pick_by_ray(request, snapshots, index, started_ns, arm)
         else:
             # Either all that are offered were heard of lately, or none.
-            age_s = now_s - snapshots.live[0, LIVE_OBSERVED_AT_S]
+            age_s = now_s - snapshots.live[0, st.LIVE_OBSERVED_AT_S]
             choice = picker.pick(
                 request, snapshots, age_s > self.availability.stale_after_s, arm,
                 last_sent_s=snapshots.last_sent_s, has_key=answer.is_ordered,
@@ -219,12 +214,12 @@ class Placement:
 
     def _seen_by(
         self, runner: PolicyRunner, answer: Answer, rows: IntArray
-    ) -> tuple[Request, SnapshotTable]:
+    ) -> tuple[Request, st.SnapshotTable]:
         """Return the request and replicas as policies see them."""
         snapshots = self._table.snapshots(rows, answer.prompt)
         if self._picker.sees_queues:
             # Here and not where a policy looks: one that never decides would let it grow.
-            sent, waiting = self._sent, snapshots.live[:, LIVE_NUM_WAITING].copy()
+            sent, waiting = self._sent, snapshots.live[:, st.LIVE_NUM_WAITING].copy()
             sent.keep_latest(sent.rows_of(snapshots.replica_ids), waiting)
             snapshots.sent = sent
         context, slo = answer.prompt.num_tokens, answer.service_class
@@ -259,7 +254,7 @@ class Placement:
         """Count the request as on its way, before another is placed."""
         choice, replica = pick.choice, pick.replica
         context = choice.request.context_tokens
-        match_tokens = int(pick.snapshots.live[choice.index, LIVE_MATCH_TOKENS])
+        match_tokens = int(pick.snapshots.live[choice.index, st.LIVE_MATCH_TOKENS])
         output_tokens = choice.request.predicted_total_tokens - context
         request_id, now_s = answer.request.request_id, pick.time_s
         replica.send(request_id, answer.prompt, match_tokens, output_tokens, now_s)

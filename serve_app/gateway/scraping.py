@@ -10,15 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from serve_app.endpoints import MetricNames
+from serve_app.gateway import engine_metrics
 from serve_app.gateway.clocks import steady_unix_s
-from serve_app.gateway.engine_metrics import (
-    PATHS,
-    Reading,
-    pages_of,
-    read_metrics,
-    read_models,
-    with_page,
-)
 from serve_app.gateway.replicas import EndpointInfo
 from serve_app.gateway.upstream import ConnectFailed, Origin, UpstreamClient
 
@@ -46,7 +39,7 @@ class Scraper:
         `key` is a header's line with the endpoint's token, or nothing. `changed` is called when
         there is news, `failed` for each scrape that had no answer.
         """
-        self.reading, self.heard_s = Reading(), 0.0
+        self.reading, self.heard_s = engine_metrics.Reading(), 0.0
         """The last reading, maybe an empty one, and its time, Unix time, seconds."""
         self.info = EndpointInfo()
         self.num_downs = 0
@@ -54,7 +47,7 @@ class Scraper:
         self._client, self._origin, self._key, self._names = client, origin, key, names
         self._changed, self._failed = changed, failed
         self._pages = origin if names.port is None else replace(origin, port=names.port, idle=[])
-        self._paths = (names.path,) if names.path else PATHS
+        self._paths = (names.path,) if names.path else engine_metrics.PATHS
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -103,7 +96,7 @@ class Scraper:
     async def _scrape(self) -> None:
         asked_s, path = steady_unix_s(), self._paths[0]
         status, page = await self._get(self._pages, path)
-        reading = read_metrics(page if status == 200 else b"", self._names)
+        reading = engine_metrics.read_metrics(page if status == 200 else b"", self._names)
         if reading.engine is None:
             self._paths = (*self._paths[1:], path)
         self._hear(reading, asked_s)
@@ -111,18 +104,18 @@ class Scraper:
     async def _look(self) -> None:
         asked_s = steady_unix_s()
         await self._get(self._origin, "/v1/models")
-        self._hear(Reading(), asked_s)
+        self._hear(engine_metrics.Reading(), asked_s)
 
-    def _hear(self, reading: Reading, asked_s: float) -> None:
+    def _hear(self, reading: engine_metrics.Reading, asked_s: float) -> None:
         self.reading, self.heard_s = reading, asked_s
         self._changed()
 
     async def _ask(self) -> None:
-        info = read_models(await self._json("/v1/models"))
+        info = engine_metrics.read_models(await self._json("/v1/models"))
         engine = self.reading.engine or info.engine
-        for path in pages_of(engine):
+        for path in engine_metrics.pages_of(engine):
             if engine is not None and (page := await self._json(path)) is not None:
-                info = with_page(info, engine, page)
+                info = engine_metrics.with_page(info, engine, page)
                 break
         self.info = replace(info, engine=engine)
         self._changed()

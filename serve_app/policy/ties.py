@@ -11,17 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tokenyard.compiled import compiled
-from tokenyard.routing.observation import (
-    ITERATION_S,
-    MATCH_TOKENS,
-    MEAN_RESPONSE_S,
-    NUM_RUNNING,
-    NUM_SLOTS,
-    NUM_WAITING,
-    PREFILL_TOKEN_S,
-    TOKENS_PER_S,
-    unranked_columns,
-)
+from tokenyard.routing import observation as ob
 from tokenyard.routing.types import ReplicaSnapshot
 from tokenyard.types import FloatArray
 
@@ -40,14 +30,14 @@ def least_recently_used(
     """
     # Always in one piece: the compiled function would be compiled anew for other arrays.
     sent_s = np.ascontiguousarray(last_sent_s, dtype=np.float64)
-    return _least_recently_used(unranked_columns(snapshots), index, sent_s)
+    return _least_recently_used(ob.unranked_columns(snapshots), index, sent_s)
 
 
 @compiled
 def _least_recently_used(columns: FloatArray, index: int, last_sent_s: FloatArray) -> int:
     chosen = columns[index]
     best = index
-    if chosen[NUM_WAITING] + chosen[NUM_RUNNING] > 0.0:
+    if chosen[ob.NUM_WAITING] + chosen[ob.NUM_RUNNING] > 0.0:
         return best
     for i in range(columns.shape[0]):
         if last_sent_s[i] < last_sent_s[best] and equally_idle(columns[i], chosen):
@@ -61,18 +51,18 @@ def equally_idle(one: FloatArray, other: FloatArray) -> bool:
 
     Both are rows of the table of `tokenyard.routing.observation`, shape (NUM_COLUMNS,).
     """
-    one_prefill_s, other_prefill_s = one[PREFILL_TOKEN_S], other[PREFILL_TOKEN_S]
+    one_prefill_s, other_prefill_s = one[ob.PREFILL_TOKEN_S], other[ob.PREFILL_TOKEN_S]
     difference_s = abs(one_prefill_s - other_prefill_s)
     equal: bool = (
-        one[NUM_WAITING] + one[NUM_RUNNING] == 0.0
-        and other[NUM_WAITING] + other[NUM_RUNNING] == 0.0
-        and one[TOKENS_PER_S] * one[NUM_SLOTS] == other[TOKENS_PER_S] * other[NUM_SLOTS]
-        and one[NUM_SLOTS] == other[NUM_SLOTS]
+        one[ob.NUM_WAITING] + one[ob.NUM_RUNNING] == 0.0
+        and other[ob.NUM_WAITING] + other[ob.NUM_RUNNING] == 0.0
+        and one[ob.TOKENS_PER_S] * one[ob.NUM_SLOTS] == other[ob.TOKENS_PER_S] * other[ob.NUM_SLOTS]
+        and one[ob.NUM_SLOTS] == other[ob.NUM_SLOTS]
         # NaN, where nothing has completed yet, is not greater than anything.
-        and not one[MEAN_RESPONSE_S] > _SAME_SPEED * other[MEAN_RESPONSE_S]
-        and not other[MEAN_RESPONSE_S] > _SAME_SPEED * one[MEAN_RESPONSE_S]
-        and (one[ITERATION_S] > 0.0) == (other[ITERATION_S] > 0.0)
-        and one[MATCH_TOKENS] == other[MATCH_TOKENS]
+        and not one[ob.MEAN_RESPONSE_S] > _SAME_SPEED * other[ob.MEAN_RESPONSE_S]
+        and not other[ob.MEAN_RESPONSE_S] > _SAME_SPEED * one[ob.MEAN_RESPONSE_S]
+        and (one[ob.ITERATION_S] > 0.0) == (other[ob.ITERATION_S] > 0.0)
+        and one[ob.MATCH_TOKENS] == other[ob.MATCH_TOKENS]
         and difference_s <= _SAME_NUMBER * max(abs(one_prefill_s), abs(other_prefill_s))
     )
     return equal

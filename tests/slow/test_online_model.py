@@ -5,7 +5,7 @@ docs/results/own-traffic.md has more fleets, and larger ones.
 
 import numpy as np
 import pytest
-from scripts import load_script
+from slow.cold_start import compare
 
 pytestmark = pytest.mark.slow
 
@@ -13,9 +13,7 @@ DRAWS = 6
 
 
 def rows_of(event, minutes):
-    script = load_script("benchmarks/online_model.py")
-    args = script.Args(sizes=(4,), minutes=minutes, event=event)
-    return [row for draw in range(DRAWS) for row in script.compare(draw, args)]
+    return [row for draw in range(DRAWS) for row in compare(draw, 4, minutes, event)]
 
 
 def ratio(rows, other, first, last):

@@ -11,18 +11,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from tokenyard.allocation import dynamics as dyn
 from tokenyard.allocation.demand import demand_source
-from tokenyard.allocation.dynamics import (
-    NUM_OUT,
-    REWARD,
-    W_ENERGY,
-    W_LATENCY,
-    W_LOAD,
-    W_MEMORY,
-    W_POWER,
-    Model,
-    run_slot,
-)
 from tokenyard.allocation.markov import markov_load, value_iteration
 from tokenyard.allocation.planner import make_planner
 from tokenyard.allocation.policies.learned import ValueTable
@@ -38,7 +28,7 @@ _NUM_DRAWS = 5
 
 @compiled
 def _clairvoyant(
-    model: Model,
+    model: dyn.Model,
     demands: FloatArray,
     allowed: IntArray,
     plans: IntArray,
@@ -56,7 +46,7 @@ def _clairvoyant(
         for i in range(size):
             best = -np.inf
             for j in range(size):
-                value = run_slot(model, allowed[i], allowed[j], demands[t], 0.0, out)
+                value = dyn.run_slot(model, allowed[i], allowed[j], demands[t], 0.0, out)
                 value += values[0, j]
                 if value > best:
                     best = value
@@ -71,7 +61,7 @@ def _clairvoyant(
 
 
 @compiled
-def _free(model: Model, demands: FloatArray, best: FloatArray, out: FloatArray) -> None:
+def _free(model: dyn.Model, demands: FloatArray, best: FloatArray, out: FloatArray) -> None:
     """Highest reward of each slot if every plan were in force already."""
     for t in range(len(demands)):
         best[t] = free_reward(model, demands[t], out)
@@ -85,7 +75,7 @@ def clairvoyant_plans(runner: StreamRunner) -> tuple[IntArray, float]:
     plans = np.zeros(len(demands), np.int64)
     values = np.zeros((2, len(allowed)))
     choices = np.zeros((len(demands), len(allowed)), np.int32)
-    _clairvoyant(sim.model, demands, allowed, plans, values, choices, np.zeros(NUM_OUT))
+    _clairvoyant(sim.model, demands, allowed, plans, values, choices, np.zeros(dyn.NUM_OUT))
     return plans, float(values[0, 0])
 
 
@@ -98,7 +88,9 @@ def _undominated(runner: StreamRunner) -> list[int]:
     sim = runner.sim
     start = sim.sufficient_plan(runner.stream)
     plans = list(range(sim.table.num_plans))
-    if not sim.model.weights[[W_POWER, W_LATENCY, W_MEMORY, W_LOAD, W_ENERGY]].any():
+    if not sim.model.weights[
+        [dyn.W_POWER, dyn.W_LATENCY, dyn.W_MEMORY, dyn.W_LOAD, dyn.W_ENERGY]
+    ].any():
         largest = {int(sim.shapes[plan]): plan for plan in plans}
         memory = sim.table.plans[start].memory_fraction
         like_start = [p for p in plans if sim.table.plans[p].memory_fraction == memory]
@@ -115,7 +107,7 @@ def free_switching(runner: StreamRunner) -> FloatArray:
     """Reward of every slot at best, were changes free, shape (slots,)."""
     demands = runner.sim.stream(0)[: runner.stream.num_slots, DEMAND].copy()
     best = np.zeros(len(demands))
-    _free(runner.sim.model, demands, best, np.zeros(NUM_OUT))
+    _free(runner.sim.model, demands, best, np.zeros(dyn.NUM_OUT))
     return best
 
 
@@ -127,7 +119,7 @@ def best_static_in_hindsight(runner: StreamRunner) -> AllocationOutcomes:
 
 
 def _total_reward(outcomes: AllocationOutcomes) -> float:
-    return float(outcomes.column(REWARD).sum())
+    return float(outcomes.column(dyn.REWARD).sum())
 
 
 def value_iteration_policy(scenario: AllocationScenario) -> ValueTable:

@@ -18,7 +18,7 @@ from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.allocation.simulator import AllocationOutcomes
 from tokenyard.allocation.simulator.run import StreamRunner
 
-_STEP = 1.0
+_STEP, _STEPS = 1.0, 20
 """Change of the multiplier's logarithm per percent of violations too many, at first; the k-th
 step is smaller by the root of k."""
 
@@ -39,8 +39,6 @@ def dual_ascent(
     scenario: AllocationScenario,
     cost: Objective | None = None,
     target: float = 0.99,
-    num_steps: int = 20,
-    seed: int = 0,
 ) -> Constrained:
     """Return the smallest multiplier tried that attains the SLO on the training part.
 
@@ -48,17 +46,15 @@ def dual_ascent(
         scenario: Scenario to plan for.
         cost: Objective to minimise, without a weight on SLO violations; None: dollars.
         target: Least share of requests that attain the SLO, in (0, 1).
-        num_steps: Multipliers tried.
-        seed: Seed of the noise of demand.
 
     Raises:
         ValueError: No multiplier attains the SLO.
     """
-    stream = demand_source(scenario).train(30_000 + seed)
+    stream = demand_source(scenario).train(30_000)
     weights = cost or Objective(usd=1.0)
     multiplier = scenario.violation_usd
     history: list[tuple[float, float]] = []
-    for step in range(num_steps):
+    for step in range(_STEPS):
         objective = weights.model_copy(update={"violations": multiplier})
         history.append((multiplier, attainment(run_planner(scenario, stream, objective))))
         percent_short = 100 * (target - history[-1][1])

@@ -63,12 +63,7 @@ class Model(NamedTuple):
 
 
 def make_model(scenario: AllocationScenario, objective: Objective | None = None) -> Model:
-    """Put a scenario into arrays.
-
-    Args:
-        scenario: Whose plans and times.
-        objective: What is rewarded, in place of the scenario's.
-    """
+    """Put a scenario into arrays."""
     table: PlanTable = plan_table(scenario)
     plans = np.zeros((table.num_plans, NUM_PLAN_COLUMNS))
     plans[:, CAPACITY_PER_S] = table.capacity_per_s

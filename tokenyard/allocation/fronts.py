@@ -15,18 +15,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from tokenyard.allocation import dynamics as dyn
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dual_ascent import attainment, dual_ascent, run_planner
-from tokenyard.allocation.dynamics import (
-    ENERGY_J,
-    NUM_OUT,
-    OFFERED,
-    SERVED,
-    USD,
-    VIOLATIONS,
-    make_model,
-    run_slot,
-)
 from tokenyard.allocation.plans import load_allocation, plan_table
 from tokenyard.allocation.problem import PROBLEM
 from tokenyard.allocation.scenario import AllocationScenario, Objective
@@ -45,12 +36,12 @@ Rows = list[Row]
 
 def cheapest_kinds(scenario: AllocationScenario) -> list[str]:
     """Kind of the plan of least cost at each of `LOADS`, SLO violations included."""
-    table, model = plan_table(scenario), make_model(scenario)
-    out = np.zeros(NUM_OUT)
+    table, model = plan_table(scenario), dyn.make_model(scenario)
+    out = np.zeros(dyn.NUM_OUT)
     kinds = []
     for load in LOADS:
         demand = load * table.pool_goodput_capacity_per_s
-        rewards = [run_slot(model, p, p, demand, 0.0, out) for p in range(table.num_plans)]
+        rewards = [dyn.run_slot(model, p, p, demand, 0.0, out) for p in range(table.num_plans)]
         kinds.append(table.plans[int(np.argmax(rewards))].parallelism.split("_")[0])
     return kinds
 
@@ -67,13 +58,13 @@ def region_rows() -> Rows:
 
 def measured(outcomes: AllocationOutcomes, scenario: AllocationScenario) -> dict[str, float]:
     """Goodput, dollars and joules of a run."""
-    offered = outcomes.column(OFFERED).sum()
-    tokens = outcomes.column(SERVED).sum() * scenario.generated_tokens
+    offered = outcomes.column(dyn.OFFERED).sum()
+    tokens = outcomes.column(dyn.SERVED).sum() * scenario.generated_tokens
     return {
-        "goodput_fraction": float(1 - outcomes.column(VIOLATIONS).sum() / offered),
-        "cost_per_hour": float(outcomes.column(USD).mean() * 3600 / scenario.slot_s),
-        "cost_per_million_tokens": float(1e6 * outcomes.column(USD).sum() / tokens),
-        "energy_j_per_token": float(outcomes.column(ENERGY_J).sum() / tokens),
+        "goodput_fraction": float(1 - outcomes.column(dyn.VIOLATIONS).sum() / offered),
+        "cost_per_hour": float(outcomes.column(dyn.USD).mean() * 3600 / scenario.slot_s),
+        "cost_per_million_tokens": float(1e6 * outcomes.column(dyn.USD).sum() / tokens),
+        "energy_j_per_token": float(outcomes.column(dyn.ENERGY_J).sum() / tokens),
     }
 
 

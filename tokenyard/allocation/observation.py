@@ -9,22 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard.allocation.dynamics import (
-    BACKLOG,
-    BATCH,
-    GOODPUT_CAPACITY_PER_S,
-    GPUS,
-    LATENCY_LIMIT_S,
-    LOAD,
-    MEAN_LATENCY_S,
-    MEMORY_SHARE,
-    NETWORK,
-    OFFERED,
-    PAUSED_S,
-    SLOT_S,
-    VIOLATIONS,
-    Model,
-)
+from tokenyard.allocation import dynamics as dyn
 from tokenyard.allocation.plans import PlanTable
 from tokenyard.compiled import compiled
 from tokenyard.types import FloatArray, IntArray
@@ -72,7 +57,7 @@ def known_features(
 
 @compiled
 def write_observation(
-    model: Model,
+    model: dyn.Model,
     plan: int,
     since: int,
     left: float,
@@ -97,19 +82,19 @@ def write_observation(
         scale_per_s: What the pool's goodput capacity.
         row: Filled, shape (observation_size,).
     """
-    row[0] = out[LOAD]
-    row[1] = model.plans[plan, MEMORY_SHARE]
-    row[2] = out[BATCH]
-    row[3] = out[MEAN_LATENCY_S] / model.constants[LATENCY_LIMIT_S]
-    row[4] = out[NETWORK]
-    row[5] = np.log1p(out[BACKLOG])
-    row[6] = out[PAUSED_S] / model.constants[SLOT_S]
+    row[0] = out[dyn.LOAD]
+    row[1] = model.plans[plan, dyn.MEMORY_SHARE]
+    row[2] = out[dyn.BATCH]
+    row[3] = out[dyn.MEAN_LATENCY_S] / model.constants[dyn.LATENCY_LIMIT_S]
+    row[4] = out[dyn.NETWORK]
+    row[5] = np.log1p(out[dyn.BACKLOG])
+    row[6] = out[dyn.PAUSED_S] / model.constants[dyn.SLOT_S]
     row[7] = min(since, 72) / 72.0
     row[8] = left
     row[ALLOWED] = 1.0 if allowed else 0.0
-    row[10] = model.plans[plan, GOODPUT_CAPACITY_PER_S] / scale_per_s
-    row[11] = model.plans[plan, GPUS] / 8.0
-    row[12] = 0.0 if out[OFFERED] <= 0.0 else out[VIOLATIONS] / out[OFFERED]
+    row[10] = model.plans[plan, dyn.GOODPUT_CAPACITY_PER_S] / scale_per_s
+    row[11] = model.plans[plan, dyn.GPUS] / 8.0
+    row[12] = 0.0 if out[dyn.OFFERED] <= 0.0 else out[dyn.VIOLATIONS] / out[dyn.OFFERED]
     for i in range(NUM_KNOWN):
         row[NUM_STATE_FEATURES + i] = known[i]
     saturated = 0

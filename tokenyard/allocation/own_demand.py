@@ -50,12 +50,6 @@ def fit_planner(
 ) -> Fitted:
     """Learn from the first part of a log, and judge on the last.
 
-    Args:
-        today: The planner that it is set against; it brings its scenario.
-        stream: The demand that was logged.
-        seed: Of the bootstrap.
-        lineage: Where the log comes from, for the record.
-
     Raises:
         ArtifactError: What decides today is no planner.
         ValueError: The log is too short.

@@ -45,12 +45,7 @@ class PlannerModel(NamedTuple):
 
 
 def make_planner(scenario: AllocationScenario, objective: Objective | None = None) -> PlannerModel:
-    """Work out expected costs for one plan per shape.
-
-    Args:
-        scenario: Whose plans, dynamics and prices.
-        objective: What costs are the negative of, in place of the scenario's reward.
-    """
+    """Work out expected costs for one plan per shape."""
     table = plan_table(scenario)
     candidates = np.array(table.best_memory, np.int64)
     model = make_model(scenario, objective)

@@ -157,39 +157,33 @@ class TabularLearner:
         self._scalars = np.zeros(2)
         self._random = np.random.default_rng(seed).integers(1, 2**63, 1, dtype=np.uint64)
         self._out = np.zeros(NUM_OUT)
+        self.slots_per_step = len(self._draws[0][0])
 
-    def step(self, num_steps: int) -> dict[str, float]:
-        """Learn for at least so many slots."""
+    def step(self) -> dict[str, float]:
+        """Learn along one draw of demand; return the running mean of the reward."""
         own = self.config
         settings = np.array([*own.alpha, own.gamma, *own.epsilon, own.stay, own.centring])
-        until = self.env_steps + num_steps
-        while self.env_steps < until:
-            draw = self.env_steps // len(self._draws[0][0]) % _NUM_DRAWS
-            demands, bins, halves = self._draws[draw]
-            steps = np.array([self.env_steps, self.env_steps + len(demands)])
-            learn_slots(
-                self._model, self._candidates, demands, bins, halves, self.q,
-                UPDATES[own.update], settings, np.minimum(steps / own.num_steps, 1.0),
-                self._state, self._scalars, self._random, self._out,
-            )  # fmt: skip
-            self.env_steps += len(demands)
+        demands, bins, halves = self._draws[self.env_steps // self.slots_per_step % _NUM_DRAWS]
+        steps = np.array([self.env_steps, self.env_steps + self.slots_per_step])
+        learn_slots(
+            self._model, self._candidates, demands, bins, halves, self.q, UPDATES[own.update],
+            settings, np.minimum(steps / own.num_steps, 1.0), self._state, self._scalars,
+            self._random, self._out,
+        )  # fmt: skip
+        self.env_steps += self.slots_per_step
         return {"mean_reward": float(self._scalars[1])}
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs to go on as if nothing had happened."""
-        return {
-            "env_steps": self.env_steps,
-            "q": self.q.copy(),
-            "state": self._state.copy(),
-            "scalars": self._scalars.copy(),
-            "random": self._random.copy(),
-        }
+        """What `restore` needs to go on as if nothing had happened, as JSON has it."""
+        arrays = (self.q, self._state, self._scalars, self._random)
+        return {"env_steps": self.env_steps, "arrays": [array.tolist() for array in arrays]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go back to a `state`."""
-        self.env_steps = int(state["env_steps"])
-        self.q, self._state = state["q"].copy(), state["state"].copy()
-        self._scalars, self._random = state["scalars"].copy(), state["random"].copy()
+        self.env_steps = state["env_steps"]
+        q, plans, scalars, random = state["arrays"]
+        self.q, self._state = np.array(q), np.array(plans, np.int64)
+        self._scalars, self._random = np.array(scalars), np.array(random, np.uint64)
 
     def artifact(
         self, metrics: Mapping[str, float] | None = None, lineage: Mapping[str, str] | None = None

@@ -107,4 +107,3 @@ class AllocationPolicy(Protocol):
 
     def allocate(self, state: AllocationState) -> Plan:
         """Return the plan to be in force in the next slot."""
-        ...

@@ -17,6 +17,7 @@ from tokenyard.regions.forecast import fit_seasonal
 from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import RegionFailure, load_regions
 from tokenyard.regions.simulator.run import run_regions
+from tokenyard.routing import snapshot_table as st
 from tokenyard.routing.bounds import clairvoyant
 from tokenyard.routing.policies.delay import MarginalDelay, finish_times_s, mark_safe
 from tokenyard.routing.policies.in_order import MarginalInOrder
@@ -31,14 +32,6 @@ from tokenyard.routing.simulator.batching_streams import token_rows
 from tokenyard.routing.simulator.constant_rate import ClusterSim
 from tokenyard.routing.simulator.sessions import run_sessions
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
-from tokenyard.routing.snapshot_table import (
-    NUM_LIVE,
-    NUM_STATE,
-    SnapshotTable,
-    fill_live,
-    keep_with_room,
-    offer,
-)
 from tokenyard.routing.types import Request
 
 _NUM_REQUESTS = 20
@@ -59,12 +52,12 @@ def compile_batching() -> None:
 def _read_columns() -> None:
     """Read what a gateway keeps, as at a decision."""
     PrefixIndex()
-    state, rows = np.zeros((1, NUM_STATE)), np.zeros(1, dtype=np.int64)
-    offer(state, rows, 0.0, 1.0, rows.copy())
-    live = np.empty((1, NUM_LIVE))
-    fill_live(state, rows, np.zeros(1, dtype=np.int64), 1.0, 1.0, live)
-    keep_with_room(state, rows, np.ones(1), rows.copy())
-    table, request = SnapshotTable.idle(1), Request(0.0, 1, 2.0)
+    state, rows = np.zeros((1, st.NUM_STATE)), np.zeros(1, dtype=np.int64)
+    st.offer(state, rows, 0.0, 1.0, rows.copy())
+    live = np.empty((1, st.NUM_LIVE))
+    st.fill_live(state, rows, np.zeros(1, dtype=np.int64), 1.0, 1.0, live)
+    st.keep_with_room(state, rows, np.ones(1), rows.copy())
+    table, request = st.SnapshotTable.idle(1), Request(0.0, 1, 2.0)
     finish_times_s(request, table)
     mark_safe(request, table, 1.0)
     MarginalInOrder(ShortestJob()).place(request, table)
@@ -115,7 +108,7 @@ def compile_allocation() -> None:
     sim.observe()
     sim.step(plans[:1])
     sim.bounds()
-    TabularLearner(scenario).step(1)
+    TabularLearner(scenario).step()
     learn(literal_table("independent"), "sarsa", LearningConfig(passes=1), seed=0)
 
 

@@ -209,7 +209,7 @@ def all_reduce_s(collective: Collective, num_gpus: int, message_bytes: FloatArra
 def _send_s(replica: Replica, tokens: FloatArray) -> FloatArray:
     if replica.pipeline_parallel == 1:
         return np.zeros_like(tokens)
-    link = replica.pipeline_link.send_recv
+    link = replica.link.send_recv
     assert link is not None
     message_bytes = ACTIVATION_BYTES * replica.llm.hidden_size * tokens
     return link.latency_s + message_bytes / link.bandwidth_bytes_per_s

@@ -41,9 +41,7 @@ class Replica:
     memory_fraction: float = 0.9
     """Share of device memory that the engine may fill (vLLM: gpu_memory_utilization)."""
     link_name: str | None = None
-    """Link between the tensor-parallel GPUs; None: that of the GPU kind."""
-    pipeline_link_name: str | None = None
-    """Link between pipeline stages; None: that of the GPU kind."""
+    """Link between its GPUs; None: that of the GPU kind."""
     calibration: Calibration = field(default_factory=shipped_calibration, repr=False)
 
     def __post_init__(self) -> None:
@@ -60,8 +58,8 @@ class Replica:
         if t > 1 and t not in self.link.all_reduce:
             known = sorted(self.link.all_reduce)
             raise ValueError(f"all-reduce of {t} GPUs was not measured; choose one of {known}")
-        if p > 1 and self.pipeline_link.send_recv is None:
-            raise ValueError(f"no send time is known for link {self.pipeline_link_name!r}")
+        if p > 1 and self.link.send_recv is None:
+            raise ValueError(f"no send time is known for link {self.link_name or self.gpu.link!r}")
 
     @property
     def num_gpus(self) -> int:
@@ -80,13 +78,8 @@ class Replica:
 
     @property
     def link(self) -> Link:
-        """Link between the GPUs that share a layer."""
+        """Link between its GPUs, those that share a layer and those of consecutive stages."""
         return load_link(self.link_name or self.gpu.link, self.calibration)
-
-    @property
-    def pipeline_link(self) -> Link:
-        """Link between consecutive stages."""
-        return load_link(self.pipeline_link_name or self.gpu.link, self.calibration)
 
     @property
     def all_reduce(self) -> Collective:

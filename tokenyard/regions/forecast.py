@@ -31,7 +31,6 @@ class DemandForecaster(Protocol):
         Returns:
             Tasks, shape (slots, slots ahead, regions); the first ahead is the slot itself.
         """
-        ...
 
 
 @dataclass(frozen=True, eq=False)

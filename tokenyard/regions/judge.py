@@ -30,12 +30,6 @@ def run_layouts(
 ) -> Runs:
     """Run policies over drawn layouts, one stream on each.
 
-    Args:
-        scenario: Whose topology, servers and demand.
-        names: Rules, `champion` or policy files.
-        num_layouts: How many.
-        seed: Of layouts and streams.
-
     Raises:
         ValueError: A name is unknown, or there is no layout.
     """

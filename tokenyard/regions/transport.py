@@ -101,9 +101,7 @@ def balanced(demand: FloatArray, capacity: FloatArray, cost: FloatArray) -> Floa
     return exact(demand / demand.sum(), capacity / capacity.sum(), cost)
 
 
-def within(
-    demand: FloatArray, capacity: FloatArray, cost: FloatArray, overflow_cost: float | None = None
-) -> FloatArray:
+def within(demand: FloatArray, capacity: FloatArray, cost: FloatArray) -> FloatArray:
     """Least cost with capacities as upper bounds: a slack source takes what is left over.
 
     What all capacities together cannot take goes to an overflow sink; it is then divided over the
@@ -113,7 +111,6 @@ def within(
         demand: Row sums, shape (n,).
         capacity: Bounds of the column sums in the same unit, shape (m,).
         cost: Per unit, shape (n, m).
-        overflow_cost: Of a unit that finds no room; None: far above all others.
 
     Returns:
         The plan, shape (n, m).
@@ -122,9 +119,7 @@ def within(
     if slack >= 0:
         supply = np.append(demand, slack)
         return exact(supply, capacity, np.vstack([cost, np.zeros(len(capacity))]))[:-1]
-    costly = (
-        overflow_cost if overflow_cost is not None else 10.0 * (1.0 + float(np.abs(cost).max()))
-    )
+    costly = 10.0 * (1.0 + float(np.abs(cost).max()))  # Far above all others.
     wide = np.hstack([cost, np.full((len(cost), 1), costly)])
     plan = exact(demand, np.append(capacity, -slack), wide)
     total = capacity.sum()

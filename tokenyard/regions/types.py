@@ -97,7 +97,6 @@ class RegionPolicy(Protocol):
 
     def decide(self, state: RegionState) -> RegionDecision:
         """Return shares and servers for the slot that begins."""
-        ...
 
 
 def check_decision(decision: RegionDecision, num_regions: int) -> None:

@@ -1,4 +1,4 @@
-"""One learner of each kind behind one interface: an RLlib algorithm, or policy search.
+"""One learner of each kind behind one interface: an RLlib algorithm, policy search, or a table.
 
 A sweep compares them; what it needs of each is to go on for a while, to say what the present
 policy is, and to be saved and restored.
@@ -32,93 +32,74 @@ class Training(Protocol[ArtifactT]):
     @property
     def env_steps(self) -> int:
         """Steps of its environment so far: requests routed, or slots lived through."""
-        ...
 
     @property
     def actors_cpu_s(self) -> float:
         """CPU time so far of processes that work for it beside its own, seconds."""
-        ...
 
     def step(self) -> dict[str, float]:
         """Learn for a while and return what there is to say about it."""
-        ...
 
     def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> ArtifactT:
         """The present policy, with what it scored and what it was made from."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write what `restore` needs into an existing folder."""
-        ...
 
     def restore(self, folder: Path) -> None:
         """Go on from what `save` wrote."""
-        ...
 
     def stop(self) -> None:
         """Let go of actors and memory."""
-        ...
 
 
-class Search(Protocol[ArtifactT]):
-    """Direct policy search, generation by generation."""
+class Resumable(Protocol[ArtifactT]):
+    """What learns in this process: a direct policy search, or a table."""
 
     @property
     def env_steps(self) -> int:
         """As a `Training`'s, over all candidates."""
-        ...
 
     def step(self) -> dict[str, float]:
-        """Run a generation and return its costs."""
-        ...
+        """Run a generation, or live through a stretch of demand; return what it came to."""
 
     def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> ArtifactT:
-        """The centre of the search."""
-        ...
+        """The present policy."""
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as JSON has it."""
-        ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned."""
-        ...
 
 
-class SearchTraining(Generic[ArtifactT]):
-    """A policy search as a `Training`, whatever it searches."""
+class LocalTraining(Generic[ArtifactT]):
+    """A search or a table as a `Training`."""
 
-    def __init__(self, search: Search[ArtifactT], generations_per_step: int) -> None:
-        self._search = search
-        self._generations_per_step = generations_per_step
+    actors_cpu_s = 0.0
+
+    def __init__(self, learner: Resumable[ArtifactT], steps_per_result: int) -> None:
+        self._learner, self._steps_per_result = learner, steps_per_result
+        self.artifact = learner.artifact
 
     @property
     def env_steps(self) -> int:
         """Of all candidates."""
-        return self._search.env_steps
-
-    @property
-    def actors_cpu_s(self) -> float:
-        """None works for it."""
-        return 0.0
+        return self._learner.env_steps
 
     def step(self) -> dict[str, float]:
-        """Run some generations and return the last one's costs."""
-        for _ in range(self._generations_per_step):
-            found = self._search.step()
+        """Take some steps and return what the last one came to."""
+        for _ in range(self._steps_per_result):
+            found = self._learner.step()
         return found
 
-    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> ArtifactT:
-        """The centre of the search."""
-        return self._search.artifact(metrics, lineage)
-
     def save(self, folder: Path) -> None:
-        """Write the state of the search as JSON."""
-        (folder / "search.json").write_text(json.dumps(self._search.state()), encoding="utf-8")
+        """Write the learner's state as JSON."""
+        (folder / "learner.json").write_text(json.dumps(self._learner.state()), encoding="utf-8")
 
     def restore(self, folder: Path) -> None:
-        """Read the state of the search."""
-        self._search.restore(json.loads((folder / "search.json").read_text(encoding="utf-8")))
+        """Read the learner's state."""
+        self._learner.restore(json.loads((folder / "learner.json").read_text(encoding="utf-8")))
 
     def stop(self) -> None:
         """Nothing is held."""

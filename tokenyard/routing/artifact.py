@@ -18,20 +18,14 @@ import numpy.typing as npt
 
 from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
 from tokenyard.network import Arrays, Network, check_layers, check_network, check_shape
+from tokenyard.routing import observation as ob
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling, LengthPredictor
-from tokenyard.routing.observation import (
-    NUM_MARGINAL_SLO_WEIGHTS,
-    NUM_MARGINAL_WEIGHTS,
-    NUM_REQUEST_FEATURES,
-    observation_size,
-)
 from tokenyard.routing.policies.learned import (
+    InOrder,
     MarginalPolicy,
     NetworkPolicy,
-    OrderedMarginalPolicy,
-    OrderedNetworkPolicy,
-    OrderedResidualPolicy,
     ResidualPolicy,
+    TablePolicy,
     order_weights,
 )
 from tokenyard.routing.policies.tuned import find_tuned
@@ -139,8 +133,8 @@ def _check_order(artifact: PolicyArtifact) -> None:
 
 
 def _check_marginal(artifact: PolicyArtifact) -> None:
-    has_slo_terms = len(artifact.arrays.get("weights", ())) == NUM_MARGINAL_SLO_WEIGHTS
-    size = NUM_MARGINAL_SLO_WEIGHTS if has_slo_terms else NUM_MARGINAL_WEIGHTS
+    has_slo_terms = len(artifact.arrays.get("weights", ())) == ob.NUM_MARGINAL_SLO_WEIGHTS
+    size = ob.NUM_MARGINAL_SLO_WEIGHTS if has_slo_terms else ob.NUM_MARGINAL_WEIGHTS
     check_shape(artifact.arrays, "weights", (size,))
 
 
@@ -158,14 +152,14 @@ def _check_mlp(artifact: PolicyArtifact) -> None:
         raise ValueError(
             "networks over the flat observation are no longer shown finish times; train another one"
         )
-    size = observation_size(metadata.num_replicas, whole=False)
+    size = ob.observation_size(metadata.num_replicas, whole=False)
     check_network(artifact.arrays, size, metadata.num_replicas)
 
 
 def _check_residual(artifact: PolicyArtifact) -> None:
     _check_inputs(artifact)
     _check_marginal(artifact)
-    sizes = {"request": NUM_REQUEST_FEATURES, "replica": corrected.LAYOUT.num_features}
+    sizes = {"request": ob.NUM_REQUEST_FEATURES, "replica": corrected.LAYOUT.num_features}
     for of, size in sizes.items():
         check_shape(artifact.arrays, f"{of}_mean", (size,))
         check_shape(artifact.arrays, f"{of}_std", (size,))
@@ -207,29 +201,29 @@ def network_preferences(
     return Network.from_arrays(artifact.arrays, artifact.metadata.activation)(observations)
 
 
-def _policy_of(plain: type[ScoringPolicy], ordered: type[ScoringPolicy]) -> MakePolicy:
-    """Make the one whose artifact has an order where it has one: only that one orders."""
+def _policy_of(plain: type[TablePolicy]) -> MakePolicy:
+    """Make a policy, and put it in an order where its artifact has one: only then it orders."""
 
     def made(
         metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None
     ) -> ScoringPolicy:
-        make: MakePolicy = ordered if "order" in arrays else plain
-        return make(metadata, arrays, started_at)
+        policy = plain(metadata, arrays, started_at)
+        return InOrder(policy, arrays) if "order" in arrays else policy
 
     return made
 
 
 KINDS: dict[str, RoutingKind] = {
     "marginal": RoutingKind(
-        _check_marginal, _policy_of(MarginalPolicy, OrderedMarginalPolicy), run=_run_linear,
+        _check_marginal, _policy_of(MarginalPolicy), run=_run_linear,
         needs_engine=_learned_on_batches,
     ),
     "mlp": RoutingKind(
-        _check_mlp, _policy_of(NetworkPolicy, OrderedNetworkPolicy), run=_run_network,
+        _check_mlp, _policy_of(NetworkPolicy), run=_run_network,
         needs_engine=lambda it: False,
     ),
     "corrected": RoutingKind(
-        _check_residual, _policy_of(ResidualPolicy, OrderedResidualPolicy), run=_run_residual,
+        _check_residual, _policy_of(ResidualPolicy), run=_run_residual,
         needs_engine=lambda it: it.metadata.num_replicas is None,
     ),
 }  # fmt: skip

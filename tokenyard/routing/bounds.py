@@ -29,7 +29,8 @@ from tokenyard.compiled import compiled
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching import BatchingSim
-from tokenyard.routing.simulator.constant_rate import Actions, ClusterSim, Outcomes
+from tokenyard.routing.simulator.constant_rate import ClusterSim, Outcomes
+from tokenyard.routing.simulator.copies import Actions
 from tokenyard.routing.simulator.run import Chooser, repeating
 from tokenyard.types import FloatArray
 

@@ -9,16 +9,8 @@ from typing import Any
 import numpy as np
 
 from tokenyard.problem import Row
+from tokenyard.routing import gate
 from tokenyard.routing.artifact import PolicyArtifact, rule_for
-from tokenyard.routing.gate import (
-    FULL_LOAD,
-    NUM_STREAMS,
-    Gate,
-    gate_streams,
-    rivals,
-    tail_is_longer,
-    wins,
-)
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.simulator import Decide
 from tokenyard.routing.simulator.server_models import COMPARED
@@ -44,7 +36,7 @@ class Judge:
     def __init__(
         self,
         source: StreamSource,
-        num_streams: int = NUM_STREAMS,
+        num_streams: int = gate.NUM_STREAMS,
         rules: Sequence[str] = (),
         recorded: StreamSet | None = None,
     ) -> None:
@@ -58,23 +50,23 @@ class Judge:
             recorded: Streams in place of the scenario's recorded training part.
         """
         self._source = source
-        names = rules or rivals(source.scenario)
+        names = rules or gate.rivals(source.scenario)
         self.bar = names[0]
         """The rule to be beaten."""
-        parts = gate_streams(source, num_streams, recorded=recorded)
-        self._gate = Gate(PROBLEM, source, names, parts)
+        parts = gate.gate_streams(source, num_streams, recorded=recorded)
+        self._gate = gate.Gate(PROBLEM, source, names, parts)
 
     def __call__(self, policy: PolicyArtifact | Decide) -> Row:
         """A policy's row at the scenario's load, and how it stands beside the rules."""
         scenario = self._source.scenario
         rows = self._gate(lambda streams: policy_runs(scenario, streams, policy))
         beside = [row for row in rows if row["baseline"] == self.bar]
-        at_load = next(row for row in beside if row["part"] == FULL_LOAD)
-        losses = sum(int(row["loses"]) for row in rows) + sum(map(tail_is_longer, beside))
+        at_load = next(row for row in beside if row["part"] == gate.FULL_LOAD)
+        losses = sum(int(row["loses"]) for row in rows) + sum(map(gate.tail_is_longer, beside))
         return {
             **at_load,
             LOSSES: float(losses),
-            WINS: float(wins(at_load)),
+            WINS: float(gate.wins(at_load)),
             CHANGE: float(np.mean([float(row["delta_mean_fraction"]) for row in beside])),
         }
 

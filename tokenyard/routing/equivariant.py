@@ -13,12 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tokenyard.routing.observation import (
-    NUM_REQUEST_FEATURES,
-    NUM_RULE_FEATURES,
-    NUM_SCORE_POWERS,
-    observation_size,
-)
+from tokenyard.routing import observation as ob
 
 Array = Any
 """An array of NumPy or of torch."""
@@ -53,7 +48,7 @@ class Layout:
     @property
     def numbers_per_replica(self) -> int:
         """Length of an observation's part about one replica, without the rule."""
-        return observation_size(1, whole=True) - NUM_REQUEST_FEATURES
+        return ob.observation_size(1, whole=True) - ob.NUM_REQUEST_FEATURES
 
     @property
     def num_features(self) -> int:
@@ -63,22 +58,22 @@ class Layout:
     @property
     def num_inputs(self) -> int:
         """Numbers from which one replica is scored."""
-        return NUM_REQUEST_FEATURES + 2 * self.num_features
+        return ob.NUM_REQUEST_FEATURES + 2 * self.num_features
 
     def size(self, num_replicas: int) -> int:
         """Length of an observation of so many replicas."""
-        shown = NUM_RULE_FEATURES if self.shows_rule else 0
-        return NUM_REQUEST_FEATURES + num_replicas * (self.numbers_per_replica + shown)
+        shown = ob.NUM_RULE_FEATURES if self.shows_rule else 0
+        return ob.NUM_REQUEST_FEATURES + num_replicas * (self.numbers_per_replica + shown)
 
     def split_observation(self, observations: Array, xp: Any) -> Observed:
         """Split observations of shape (B, size)."""
-        request = observations[..., :NUM_REQUEST_FEATURES]
-        rest = observations[..., NUM_REQUEST_FEATURES:]
+        request = observations[..., : ob.NUM_REQUEST_FEATURES]
+        rest = observations[..., ob.NUM_REQUEST_FEATURES :]
         rule = None
         if self.shows_rule:
-            num = rest.shape[-1] // (self.numbers_per_replica + NUM_RULE_FEATURES)
+            num = rest.shape[-1] // (self.numbers_per_replica + ob.NUM_RULE_FEATURES)
             end = num * self.numbers_per_replica
-            shown = rest[..., end:].reshape(*rest.shape[:-1], num, NUM_RULE_FEATURES)
+            shown = rest[..., end:].reshape(*rest.shape[:-1], num, ob.NUM_RULE_FEATURES)
             rest, rule = rest[..., :end], xp.sign(shown) * xp.expm1(abs(shown))
         rows = rest.reshape(*rest.shape[:-1], -1, self.numbers_per_replica)
         routable = rows[..., -1] > 0.0
@@ -107,6 +102,6 @@ def rule_costs(rule: Array, weights: Array, xp: Any) -> Array:
         Costs in units of the SLO, shape (B, N).
     """
     features, rank = rule[..., :-1], rule[..., -1:]
-    by_power = features @ weights.reshape(NUM_SCORE_POWERS, -1).T
-    powers = xp.concatenate([rank**p for p in range(NUM_SCORE_POWERS)], -1)
+    by_power = features @ weights.reshape(ob.NUM_SCORE_POWERS, -1).T
+    powers = xp.concatenate([rank**p for p in range(ob.NUM_SCORE_POWERS)], -1)
     return features[..., 1:5].sum(-1) + (by_power * powers).sum(-1)

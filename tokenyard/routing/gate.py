@@ -147,19 +147,14 @@ def load_factors(source: StreamSource) -> dict[str, float]:
 
 
 def gate_streams(
-    source: StreamSource, num_streams: int = NUM_STREAMS, seed: int = 0,
-    recorded: StreamSet | None = None,
-) -> dict[str, StreamSet]:  # fmt: skip
-    """The parts by name; `RECORDED` only where there is one.
+    source: StreamSource, num_streams: int = NUM_STREAMS, recorded: StreamSet | None = None
+) -> dict[str, StreamSet]:
+    """The parts by name, with so many validation streams at every load.
 
-    Args:
-        source: Traffic of the scenario.
-        num_streams: Validation streams at every load.
-        seed: Of these.
-        recorded: In place of the scenario's own recorded training part.
+    `RECORDED` is `recorded`, or the scenario's recorded training part, where there is one.
     """
     parts = {
-        part: synthetic_streams(source, num_streams, seed, "validation", load_factor=factor)
+        part: synthetic_streams(source, num_streams, 0, "validation", load_factor=factor)
         for part, factor in load_factors(source).items()
     }
     recorded = recorded or recorded_training_streams(source)
@@ -182,8 +177,7 @@ def rule_runs(
     problem: RoutingProblem, name: str, scenario: Scenario, streams: StreamSet
 ) -> list[Run]:
     """Run a rule, compiled where it can be; rewards are not computed."""
-    servers = server_model(scenario)
-    decide = servers.compiled_rule(name) or servers.compiled_order(name)
+    decide = server_model(scenario).compiled(name)
     if decide is not None:
         return run_compiled(scenario, streams, decide)
     return list(problem.candidate(scenario, name).run(scenario.without_reward(), streams, 0))

@@ -6,6 +6,7 @@ a table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -153,13 +154,13 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         """Load above 1, unless much of the prompts is cached, or whoever waits long is given up."""
         load, fleet = streams.offered_load, scenario.fleet
         ends = fleet is not None and fleet.gives_up
-        return load if load > 1.0 and not streams.has_prefixes and not ends else None
+        return load if load > 1.0 and math.isnan(streams.warm_load) and not ends else None
 
     def validation(
-        self, scenario: Scenario, num_streams: int, seed: int = 0
+        self, scenario: Scenario, num_streams: int
     ) -> Callable[[PolicyArtifact], dict[str, float]]:
         """What decides all streams together, cheap enough for every iteration of training."""
-        return Validation(StreamSource(scenario), num_streams, seed)
+        return Validation(StreamSource(scenario), num_streams)
 
     def best_tuned_rule(self, scenario: Scenario) -> str | None:
         """Rule with the smallest worst regret over the loads, on training streams."""
@@ -215,7 +216,7 @@ def _find_streams(source: StreamSource, options: StreamOptions) -> tuple[StreamS
 
 def _load_note(streams: StreamSet) -> str:
     note = f"offered load: {streams.offered_load:.2f}"
-    if not streams.has_prefixes:
+    if math.isnan(streams.warm_load):
         return note
     return f"{note}, as if nothing were cached; {streams.warm_load:.2f}, as if all repeated were"
 
@@ -256,12 +257,8 @@ def _context(scenario: Scenario, rng: np.random.Generator) -> PolicyContext:
 
 
 def _run_rule(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:
-    if not scenario.pays:
-        servers = server_model(scenario)
-        # The compiled rule decides alike, a hundred times as fast.
-        decide = servers.compiled_rule(name) or servers.compiled_order(name)
-        if decide is not None:
-            return run_compiled(scenario, streams, decide)
+    if not scenario.pays and (decide := server_model(scenario).compiled(name)) is not None:
+        return run_compiled(scenario, streams, decide)
 
     def factory(rng: np.random.Generator) -> RoutingPolicy:
         return make_policy(name, _context(scenario, rng))

@@ -129,8 +129,7 @@ class Replay:
         Raises:
             ValueError: No compiled code decides as it does.
         """
-        servers = server_model(self._scenario)
-        run = self.rules.get(name) or servers.compiled_order(name) or servers.compiled_rule(name)
+        run = self.rules.get(name) or server_model(self._scenario).compiled(name)
         if run is None:
             raise ValueError(f"no compiled code decides as {name!r}")
         return run

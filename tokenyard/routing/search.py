@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 
 from tokenyard import metrics
-from tokenyard.artifact import NoChampionError, RegistryLookup
+from tokenyard.artifact import NoChampionError
 from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.routing.artifact import PolicyArtifact, length_predictor, resolve_champion
 from tokenyard.routing.fleet import Randomisation
@@ -116,10 +115,6 @@ def best_start(scenario: Scenario, orders: bool = True) -> str:
     That is a placement that its weights can be, first come, first served or with an order by size.
     With an order it is the rule that ships, or the next by its regret over the loads; else that
     with the best training score. Where none was tuned, it is the placement without learned weights.
-
-    Args:
-        scenario: Whose rules were tuned.
-        orders: Whether those with an order count.
     """
     tuned = find_tuned(scenario.name)
 
@@ -157,11 +152,7 @@ def started_at(
 ) -> SearchConfig:
     """Start at a rule: `PLACEMENT`, `PLACEMENT+ORDER` or `PLACEMENT+ORDER@KNOB:SET_BACK`.
 
-    Args:
-        scenario: Scenario of the tuned placements.
-        rule: Name of the rule.
-        config: The other settings of the search.
-        knobs: Knobs of the order and of an order-aware placement, if the name has none.
+    `knobs` are those of the order and of an order-aware placement, if the name has none.
 
     Raises:
         ValueError: The linear policy cannot express that placement, or the order is unknown.
@@ -182,13 +173,7 @@ def started_at(
 def linear_weights(
     scenario: Scenario, placement: Term, knobs: Mapping[str, float] | None = None
 ) -> tuple[float, ...] | None:
-    """Weights with which the linear policy is a placement; None: it cannot be that one.
-
-    Args:
-        scenario: Whose tuned placements count.
-        placement: Its name.
-        knobs: Of the placement that knows the order, where its name has none.
-    """
+    """Weights with which the linear policy is a placement; None: it cannot be that one."""
     servers = server_model(scenario)
     if placement.base == IN_ORDER:
         return in_order_rules(placement, knobs or {}).in_order_weights
@@ -301,12 +286,7 @@ class PolicySearch(CrossEntropy):
         metrics_found: Mapping[str, float] | None = None,
         lineage: Mapping[str, str] | None = None,
     ) -> PolicyArtifact:
-        """Export the centre of the search as a policy.
-
-        Args:
-            metrics_found: What it scored, for the record.
-            lineage: What it was made from, for the record.
-        """
+        """Export the centre of the search as a policy."""
         scenario, servers = self.scenario, server_model(self.scenario)
         metadata = ArtifactMetadata(
             kind="marginal",
@@ -327,16 +307,14 @@ class PolicySearch(CrossEntropy):
         return PolicyArtifact(metadata, arrays)
 
 
-def champion_or_rule(
-    scenario: Scenario, path: str | Path | None = None, registry: RegistryLookup | None = None
-) -> tuple[PolicyArtifact, str]:
+def champion_or_rule(scenario: Scenario) -> tuple[PolicyArtifact, str]:
     """The champion, and where it was found; where there is none, the rule that a search begins at.
 
     Raises:
         ArtifactError: What was found cannot be used.
     """
     try:
-        return resolve_champion(scenario.name, path, registry)
+        return resolve_champion(scenario.name)
     except NoChampionError:
         rule = PolicySearch(scenario, started_at_best_rule(scenario, SearchConfig()))
         return rule.artifact(), "no champion, but the best rule that a search begins at"

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
 
 import numpy as np
 
@@ -284,16 +283,6 @@ class SnapshotTable(SnapshotColumns):
     def __len__(self) -> int:
         """Number of replicas."""
         return len(self.live)
-
-    @overload
-    def __getitem__(self, at: int) -> ReplicaSnapshot: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[ReplicaSnapshot]: ...
-    def __getitem__(self, at: int | slice) -> ReplicaSnapshot | list[ReplicaSnapshot]:
-        """Make a snapshot, or a list of some."""
-        if isinstance(at, slice):
-            return [self._snapshot(i) for i in range(*at.indices(len(self)))]
-        return self._snapshot(range(len(self))[at])
 
     def __iter__(self) -> Iterator[ReplicaSnapshot]:
         """Make one snapshot after the other."""

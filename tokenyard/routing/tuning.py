@@ -15,16 +15,9 @@ import numpy as np
 from tokenyard.metrics import score
 from tokenyard.routing.evaluation import per_stream
 from tokenyard.routing.gate import FULL_LOAD, load_factors
-from tokenyard.routing.policies import PolicyContext, make_policy
+from tokenyard.routing.policies import PolicyContext, make_policy, public
 from tokenyard.routing.policies.delay import SedDump, SedReserve
 from tokenyard.routing.policies.order import IN_ORDER, ORDERS, SET_BACK, SET_BACKS, OrderRule
-from tokenyard.routing.policies.public import (
-    ALWAYS_TUNED,
-    PUBLIC_RULES,
-    TUNED_PREFIX,
-    Needs,
-    grid_of,
-)
 from tokenyard.routing.policies.rule_name import RuleName, Term
 from tokenyard.routing.policies.size_interval import SizeIntervals
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules, TunedRules
@@ -89,7 +82,11 @@ def tune_public_rules(
     """
     streams = synthetic_streams(StreamSource(scenario), num_streams, seed, "training")
     search = _Search(scenario, streams)
-    others = [name for name in rules.scores if name.removeprefix(TUNED_PREFIX) not in PUBLIC_RULES]
+    others = [
+        name
+        for name in rules.scores
+        if name.removeprefix(public.TUNED_PREFIX) not in public.PUBLIC_RULES
+    ]
     tuned_on = _stream_words(scenario, num_streams, seed)
     tuned = search.with_public_rules(search.scored_anew(rules, others, "public rules", tuned_on))
     # An order may be combined with a public rule, whose knobs have changed.
@@ -193,12 +190,10 @@ def _scores(
     """Score of a rule by name on each stream, made afresh for each."""
     # A score is of responses alone.
     scenario = scenario.without_reward()
-    servers = server_model(scenario)
-    decide = servers.compiled_order(name, rules) or servers.compiled_rule(name, rules)
+    decide = server_model(scenario).compiled(name, rules)
     if decide is None:
         runs = run_policy(scenario, streams, _factory(scenario, name, rules), seed=0)
     else:
-        # It decides alike, a hundred times as fast.
         runs = run_compiled(scenario, streams, decide)
     return per_stream(scenario, runs)["score"]
 
@@ -324,50 +319,48 @@ class _Search:
     def _tune_rule(
         self, name: str, rules: TunedRules, grids: Mapping[str, Values]
     ) -> tuple[float, TunedRules]:
-        def with_values(values: Values) -> TunedRules:
-            fleet = rules.fleet.model_copy(update=dict(zip(grids, values, strict=True)))
-            return rules.model_copy(update={"fleet": fleet})
+        def with_values(values: Mapping[str, float]) -> TunedRules:
+            return rules.model_copy(update={"fleet": rules.fleet.model_copy(update=values)})
 
-        start = tuple(getattr(FleetRules(), field) for field in grids)
-        best_score, best = coordinate_descent(
-            start,
-            list(grids.values()),
-            lambda values: self.score_of(name, with_values(values)),
+        start = {field: getattr(FleetRules(), field) for field in grids}
+        best_score, best = self._tuned(name, start, grids, with_values)
+        return best_score, with_values(best)
+
+    def _tuned(
+        self, name: str, start: Mapping[str, float], grids: Mapping[str, Values],
+        rules_with: Callable[[Mapping[str, float]], TunedRules],
+    ) -> tuple[float, dict[str, float]]:  # fmt: skip
+        """The best score of a rule, and the values by name that give it."""
+        score, best = coordinate_descent(
+            tuple(start.values()),
+            [grids[knob] for knob in start],
+            lambda values: self.score_of(name, rules_with(dict(zip(start, values, strict=True)))),
             most_trials=MOST_TRIALS,
         )
-        return best_score, with_values(best)
+        return score, dict(zip(start, best, strict=True))
 
     def with_public_rules(self, rules: TunedRules) -> TunedRules:
         """Add the score of every public rule that is a row here, and the best of its knobs."""
         has = self._servers.has
         scores, knobs = dict(rules.scores), dict(rules.knobs)
-        for name in [name for name, rule in PUBLIC_RULES.items() if rule.needs <= has]:
-            if name != ALWAYS_TUNED:
+        for name in [name for name, rule in public.PUBLIC_RULES.items() if rule.needs <= has]:
+            if name != public.ALWAYS_TUNED:
                 scores[name] = self.score_of(name, rules)
-            if grid_of(name, has):
-                label = name if name == ALWAYS_TUNED else TUNED_PREFIX + name
+            if public.grid_of(name, has):
+                label = name if name == public.ALWAYS_TUNED else public.TUNED_PREFIX + name
                 scores[label], knobs[name] = self._tune_knobs(name, label, rules, has)
         return rules.model_copy(update={"scores": scores, "knobs": knobs})
 
     def _tune_knobs(
-        self, name: str, label: str, rules: TunedRules, has: Needs
+        self, name: str, label: str, rules: TunedRules, has: public.Needs
     ) -> tuple[float, dict[str, float]]:
-        grid = grid_of(name, has)
-        start = PUBLIC_RULES[name].defaults
-
-        def score_with(values: Values) -> float:
-            tried = {name: dict(zip(grid, values, strict=True))}
-            return self.score_of(label, rules.model_copy(update={"knobs": tried}))
-
-        best_score, best = coordinate_descent(
-            tuple(start[knob] for knob in grid),
-            list(grid.values()),
-            score_with,
-            most_trials=MOST_TRIALS,
-        )
+        grid, defaults = public.grid_of(name, has), public.PUBLIC_RULES[name].defaults
+        score, best = self._tuned(
+            label, {knob: defaults[knob] for knob in grid}, grid,
+            lambda values: rules.model_copy(update={"knobs": {name: values}}),
+        )  # fmt: skip
         # Unchanged knobs are not written: a maker's value may be infinite, and may change.
-        values = dict(zip(grid, best, strict=True))
-        return best_score, {knob: value for knob, value in values.items() if value != start[knob]}
+        return score, {knob: value for knob, value in best.items() if value != defaults[knob]}
 
     def with_orders(self, rules: TunedRules) -> TunedRules:
         """Add the score of every order beside the placements that matter, and its knob."""
@@ -392,17 +385,9 @@ class _Search:
         start.setdefault(SET_BACK, 0.0)
         grid.setdefault(SET_BACK, SET_BACKS)
 
-        def score_with(values: Values) -> float:
-            tried = {name: dict(zip(start, values, strict=True))}
-            return self.score_of(name, rules.model_copy(update={"orders": tried}))
-
-        best_score, best = coordinate_descent(
-            tuple(start.values()),
-            [grid[knob] for knob in start],
-            score_with,
-            most_trials=MOST_TRIALS,
+        return self._tuned(
+            name, start, grid, lambda values: rules.model_copy(update={"orders": {name: values}})
         )
-        return best_score, dict(zip(start, best, strict=True))
 
     def _cuts(self, order: tuple[int, ...]) -> tuple[float, Values]:
         """Best cuts for an order of servers: coordinate descent from equal load."""

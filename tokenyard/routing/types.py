@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, overload, runtime_checkable
 
 from tokenyard.routing.sent_queues import SentQueues
 from tokenyard.types import FloatArray
@@ -131,6 +131,20 @@ class SnapshotColumns(Sequence[ReplicaSnapshot]):
     To index it makes a snapshot of one replica; to take a column costs nothing.
     """
 
+    @abstractmethod
+    def _snapshot(self, at: int) -> ReplicaSnapshot:
+        """Make the snapshot of one replica."""
+
+    @overload
+    def __getitem__(self, at: int) -> ReplicaSnapshot: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[ReplicaSnapshot]: ...
+    def __getitem__(self, at: int | slice) -> ReplicaSnapshot | list[ReplicaSnapshot]:
+        """A snapshot, or a list of some."""
+        if isinstance(at, slice):
+            return [self._snapshot(i) for i in range(*at.indices(len(self)))]
+        return self._snapshot(range(len(self))[at])
+
     batches: bool = True
     """Whether the replicas batch continuously, all of them, or none."""
     sent: SentQueues | None = None
@@ -209,7 +223,6 @@ class RoutingPolicy(Protocol):
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the index into `snapshots` of the replica that should serve `request`."""
-        ...
 
 
 @runtime_checkable
@@ -218,7 +231,6 @@ class ScoringPolicy(RoutingPolicy, Protocol):
 
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the choice together with the cost of every candidate."""
-        ...
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the index of the choice."""
@@ -234,7 +246,6 @@ class OrderingPolicy(RoutingPolicy, Protocol):
 
     def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the choice with its order key."""
-        ...
 
 
 def counted_in(policy: RoutingPolicy) -> int:

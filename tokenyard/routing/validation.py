@@ -35,20 +35,11 @@ class Validation:
         self,
         source: StreamSource,
         num_streams: int,
-        seed: int = 0,
         streams: StreamSet | None = None,
     ) -> None:
-        """Draw the streams; equal arguments give equal streams in every trial.
-
-        Args:
-            source: Traffic of the scenario.
-            num_streams: How many to draw.
-            seed: Of what is drawn.
-            streams: Taken in place of any that would be drawn.
-        """
+        """Draw so many streams, the same in every trial; `streams` are taken in their place."""
         self._source = source
-        drawn = streams or synthetic_streams(source, num_streams, seed, "validation")
-        self._streams = drawn
+        self._streams = streams or synthetic_streams(source, num_streams, 0, "validation")
 
     def __call__(self, artifact: PolicyArtifact) -> dict[str, float]:
         """Run the greedy policy on every stream and average over streams; keys are NAMES."""

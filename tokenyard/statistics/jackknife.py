@@ -21,14 +21,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from tokenyard.statistics import student
-from tokenyard.statistics.intervals import (
-    CONFIDENCE,
-    MIN_BLOCKS,
-    Interval,
-    Samples,
-    block_length,
-)
+from tokenyard.statistics import intervals, student
 from tokenyard.types import FloatArray
 
 SETTLED_BLOCKS = 5.0
@@ -49,7 +42,7 @@ def p99(values: FloatArray) -> float:
 
 def blocks(num_values: int) -> list[slice]:
     """Consecutive blocks of a series, as equal as they can be."""
-    edges = np.linspace(0, num_values, MIN_BLOCKS + 1).astype(int).tolist()
+    edges = np.linspace(0, num_values, intervals.MIN_BLOCKS + 1).astype(int).tolist()
     return [slice(*pair) for pair in pairwise(edges)]
 
 
@@ -61,7 +54,7 @@ def left_out(values: FloatArray, measured: Measured) -> FloatArray:
 
 def forgets(series: FloatArray) -> bool:
     """Whether blocks are as long as the series remembers, shape (n,)."""
-    return not series.any() or len(series) >= MIN_BLOCKS * block_length(series)
+    return not series.any() or len(series) >= intervals.MIN_BLOCKS * intervals.block_length(series)
 
 
 def is_settled(values: FloatArray) -> bool:
@@ -75,32 +68,32 @@ def is_settled(values: FloatArray) -> bool:
     return bool(counts.any()) and float(counts.sum() ** 2 / (counts @ counts)) >= SETTLED_BLOCKS
 
 
-def jackknife_interval(estimate: float, without: FloatArray) -> Interval:
+def jackknife_interval(estimate: float, without: FloatArray) -> intervals.Interval:
     """Interval of a measure of the whole stream from what it is without each block.
 
     NaN where neighbouring blocks resemble each other too much for any.
     """
     num = len(without)
     if not np.isfinite(without).all():
-        return Interval(estimate, math.nan, math.nan)
+        return intervals.Interval(estimate, math.nan, math.nan)
     deviation = (num - 1) * (without.mean() - without)
     square = float(deviation @ deviation)
     if square <= (1e-12 * abs(estimate)) ** 2:
-        return Interval(estimate, estimate, estimate)
+        return intervals.Interval(estimate, estimate, estimate)
     # Corrected for its bias, which is -(1 + 4 r) / num.
     correlation = (num * float(deviation[1:] @ deviation[:-1]) / square + 1.0) / (num - 4)
     if correlation > _MOST_CORRELATION:
-        return Interval(estimate, math.nan, math.nan)
+        return intervals.Interval(estimate, math.nan, math.nan)
     wider = (1.0 + max(correlation, 0.0)) / (1.0 - max(correlation, 0.0))
     kurtosis = num * float((deviation**4).sum()) / square**2
     freedom = min(num - 1.0, 2.0 * num / max(kurtosis - 1.0, 1e-9)) / wider
-    quantile = student.quantile(0.5 + CONFIDENCE / 2, max(freedom, _LEAST_FREEDOM))
+    quantile = student.quantile(0.5 + intervals.CONFIDENCE / 2, max(freedom, _LEAST_FREEDOM))
     half = quantile * math.sqrt(wider * square / (num * (num - 1)))
-    return Interval(estimate, estimate - half, estimate + half)
+    return intervals.Interval(estimate, estimate - half, estimate + half)
 
 
 @dataclass(frozen=True)
-class JackknifeSamples(Samples):
+class JackknifeSamples(intervals.Samples):
     """Measures of one policy on one long stream; others' are paired block by block.
 
     `values` has what is measured without each block, `estimates` what is measured of all.
@@ -118,7 +111,7 @@ class JackknifeSamples(Samples):
             {key: values for key, (values, _) in series.items()},
         )
 
-    def interval(self, key: str) -> Interval:
+    def interval(self, key: str) -> intervals.Interval:
         """A measure with its interval."""
         assert self.estimates is not None
         estimate = self.estimates[key]
@@ -126,7 +119,7 @@ class JackknifeSamples(Samples):
         without = self.values[key]
         return jackknife_interval(estimate, without if told else np.full_like(without, math.nan))
 
-    def difference(self, other: Samples, key: str, relative: bool) -> Interval:
+    def difference(self, other: intervals.Samples, key: str, relative: bool) -> intervals.Interval:
         """This policy's measure minus another's, as a share of the other's where relative.
 
         All NaN where it is a percentile that has not settled.
@@ -141,19 +134,23 @@ class JackknifeSamples(Samples):
             with np.errstate(divide="ignore", invalid="ignore"):
                 without = without / other.values[key]
         if key.startswith("p99") and not (self.settled(key) and other.settled(key)):
-            return Interval(math.nan, math.nan, math.nan)
+            return intervals.Interval(math.nan, math.nan, math.nan)
         apart = self.series[key] - (ours / theirs if theirs else 1.0) * other.series[key]
         if not self._tells(key, apart):
-            return Interval(change, math.nan, math.nan)
+            return intervals.Interval(change, math.nan, math.nan)
         return jackknife_interval(change, without)
 
-    def p_value(self, other: Samples, key: str) -> float:
+    def p_value(self, other: intervals.Samples, key: str) -> float:
         """Two-sided p-value that a measure is another policy's; NaN where there is no interval."""
         assert other.estimates is not None
         found = self.difference(other, key, relative=other.estimates[key] != 0.0)
         if found.half_width == 0.0:
             return 0.0 if found.estimate else 1.0
-        errors = abs(found.estimate) / found.half_width * NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
+        errors = (
+            abs(found.estimate)
+            / found.half_width
+            * NormalDist().inv_cdf(0.5 + intervals.CONFIDENCE / 2)
+        )
         return math.erfc(errors / math.sqrt(2.0))
 
     def settled(self, key: str) -> bool:

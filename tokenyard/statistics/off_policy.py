@@ -57,21 +57,17 @@ def mean_interval(values: FloatArray, num_blocks: int = NUM_BLOCKS) -> Interval:
     return t_interval(_block_means(values, num_blocks))
 
 
-def ips_gain(
-    outcome: FloatArray, propensity: FloatArray, same: BoolArray, num_blocks: int = NUM_BLOCKS
-) -> Interval:
+def ips_gain(outcome: FloatArray, propensity: FloatArray, same: BoolArray) -> Interval:
     """Mean outcome under the candidate minus that of what was done; see `ips_values`."""
-    return mean_interval(ips_values(outcome, propensity, same) - outcome, num_blocks)
+    return mean_interval(ips_values(outcome, propensity, same) - outcome)
 
 
-def snips_gain(
-    outcome: FloatArray, propensity: FloatArray, same: BoolArray, num_blocks: int = NUM_BLOCKS
-) -> Interval:
+def snips_gain(outcome: FloatArray, propensity: FloatArray, same: BoolArray) -> Interval:
     """As `ips_gain`, over the sum of the weights in place of the number of decisions.
 
     The interval is the delete-one-block jackknife's, since a ratio is no mean.
     """
-    weight = _weights(propensity, same)
+    weight, num_blocks = _weights(propensity, same), NUM_BLOCKS
     parts = [
         np.array([(w * y).sum(), w.sum(), y.sum(), len(y)])
         for w, y in zip(

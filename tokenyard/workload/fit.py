@@ -93,9 +93,9 @@ def fit_own(trace: Trace, name: str, provenance: str, dt_s: float) -> WorkloadMo
     return _model(trace, name, provenance, min(fits, key=lambda fit: fit.bic).mmpp)
 
 
-def fit_lengths(trace: Trace, num_bins: int = NUM_CONTEXT_BINS) -> LengthTables:
+def fit_lengths(trace: Trace) -> LengthTables:
     """Tabulate the quantiles of contexts, and of outputs within bins of equally many contexts."""
-    inner = np.linspace(0, 1, num_bins + 1)[1:-1]
+    inner = np.linspace(0, 1, NUM_CONTEXT_BINS + 1)[1:-1]
     # A context length that fills more than one bin leaves fewer bins.
     edges = np.unique(np.quantile(trace.context_tokens, inner, method="lower"))
     edges = edges[edges < trace.context_tokens.max()]

@@ -32,20 +32,8 @@ HERE = [
         {"policy", "num_replicas", "pick_cpu_p50_us", "pick_p99_us", "close_cpu_p50_us"},
     ),
     (
-        ["load_curve.py", "--scenario", FLEET, "--loads", "0.9", "--streams", "2", "--rules", "1"],
-        {"policy", "scenario", "offered_load", "mean_response_s", "p99_response_s"},
-    ),
-    (
         ["never_worse.py", "--draws", "1", "--policies", "marginal_delay", "--workers", "1"],
         {"draw", "policy"},
-    ),
-    (
-        ["online_model.py", "--draws", "1", "--sizes", "4", "--minutes", "2"],
-        {"draw", "replicas", "told_mean_s", "learned_mean_s", "least_loaded_mean_s"},
-    ),
-    (
-        ["autopilot_drift.py", "--months", "0.1", "--most-pairs", "3"],
-        {"active", "candidate", "conclusion", "pairs"},
     ),
 ]
 """Arguments, and keys of every row."""
@@ -66,12 +54,9 @@ WITH_A_RAY = [
     ),
 ]
 OTHERS = {
-    "fresh_seeds.py",
     "gateway_throughput.py",
-    "learned_gain.py",
     "live_sessions.py",
     "rival_parity.py",
-    "recovery.py",
     "soak.py",
 }
 """What has a test of its own."""
@@ -117,15 +102,6 @@ def test_a_benchmark_writes_rows_with_the_documented_keys(command, keys, beside,
     run(command, keys, tmp_path / "rows.json")
 
 
-def test_champions_are_shown_at_every_load_beside_the_best_rules_there(beside, tmp_path):
-    command = ["fresh_seeds.py", "--scenario", FLEET, "--streams", "2", "--choosing", "1"]
-    keys = {"policy", "mean_response_s", "baseline_mean_response_s"}
-    rows = run([*command, "--loads", "0.5", "0.9"], keys, tmp_path / "rows.json")
-    assert {row["offered_load"] for row in rows} == {0.5, 0.9}
-    chosen = [by for row in rows for by in row["chosen_by"].split(" and ")]
-    assert sorted(chosen) == ["mean", "mean", "score", "score"]
-
-
 @pytest.mark.parametrize(("command", "keys"), WITH_A_RAY, ids=map(named, WITH_A_RAY))
 def test_a_benchmark_with_a_ray_of_its_own_writes_them_too(
     command, keys, own_ray, beside, monkeypatch, tmp_path
@@ -133,21 +109,6 @@ def test_a_benchmark_with_a_ray_of_its_own_writes_them_too(
     # They set it, for what they start.
     monkeypatch.setenv("RAY_worker_niceness", "0")
     run(command, keys, tmp_path / "rows.json")
-
-
-@pytest.mark.parametrize("beside", ["start", "sed"])
-def test_the_last_policy_of_a_trial_is_compared_with_its_start_or_a_rule(
-    beside, own_ray, monkeypatch, tmp_path
-):
-    monkeypatch.setenv("RAY_worker_niceness", "0")
-    path = tmp_path / "rows.json"
-    short = ["--experiment", "smoke", "--beside", beside, "--seeds", "2", "--streams", "5"]
-    call(load_script("benchmarks/learned_gain.py"), *short, "--json", path)
-    rows = rows_of(path, {"cell", "algorithm", "reward_weights", "env_steps"})
-    assert [row["seed"] for row in rows] == [0, 1]
-    assert all("delta_cost_s_ci_low" in row and "baseline_p99_response_s" in row for row in rows)
-    if beside == "sed":
-        assert rows[0]["baseline_cost_s"] == rows[1]["baseline_cost_s"]
 
 
 @pytest.mark.integration
@@ -207,16 +168,6 @@ def test_a_soak_counts_what_was_asked_broken_and_lost(served, tmp_path):
     assert row["answered"] + row["told_why"] + row["lost"] == 60
     assert row["faults_kill"] >= 1
     assert row["changes"] > 0
-
-
-@pytest.mark.integration
-def test_a_recovery_is_timed_from_the_kill_to_the_last_replica(served, tmp_path):
-    path = tmp_path / "rows.json"
-    one = ["--url", served, "--victims", "replica", "--clients", "1", "--json", path]
-    call(load_script("benchmarks/recovery.py"), *one)
-    (row,) = rows_of(path, {"victim", "pool", "noticed_s", "back_s", "requests", "answered"})
-    assert (row["victim"], row["pool"]) == ("replica", "tiny")
-    assert row["noticed_s"] <= row["back_s"]
 
 
 @pytest.mark.integration

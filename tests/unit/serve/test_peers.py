@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sizes import scaled
 from unit.serve.test_serve_gateway import PROFILE, cluster_of
 
-from serve_app.cluster import PeerSettings
+from serve_app.endpoints import PeerSettings
 from serve_app.gateway.peers import Peers
 from serve_app.gateway.replicas import Prompt, ReplicaTable
 from serve_app.http.free_port import free_port

@@ -9,27 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard.allocation.dynamics import (
-    BACKLOG,
-    BATCH,
-    LOAD,
-    MEAN_LATENCY_S,
-    NETWORK,
-    NUM_OUT,
-    OFFERED,
-    PAUSED_S,
-    VIOLATIONS,
-    make_model,
-)
+from tokenyard.allocation import dynamics as dyn
+from tokenyard.allocation import observation as ob
 from tokenyard.allocation.forecast import Forecaster, scenario_forecaster
 from tokenyard.allocation.markov import planner_on
-from tokenyard.allocation.observation import (
-    NUM_RECENT_SHOWN,
-    known_features,
-    observation_size,
-    shape_of,
-    write_observation,
-)
 from tokenyard.allocation.planner import best_next, make_planner
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies.rules import candidate_index
@@ -125,9 +108,9 @@ class NetworkPlan:
         self._scenario, self._forecaster = scenario, forecaster
         self._network, self._chooses_memory = network, chooses_memory
         self._stay_bonus = stay_bonus
-        self._table, self._model = plan_table(scenario), make_model(scenario)
-        self._shapes = shape_of(self._table)
-        self._row = np.zeros(observation_size(self._table), np.float32)
+        self._table, self._model = plan_table(scenario), dyn.make_model(scenario)
+        self._shapes = ob.shape_of(self._table)
+        self._row = np.zeros(ob.observation_size(self._table), np.float32)
         self._memories = np.array(scenario.memory_fractions)
 
     def observe(self, state: AllocationState) -> npt.NDArray[np.float32]:
@@ -136,23 +119,23 @@ class NetworkPlan:
         plan, scale = table.find(state.plan), table.pool_goodput_capacity_per_s
         demand = state.demand_per_s
         slot = round(state.time_s / scenario.slot_s)
-        before = np.maximum(len(demand) - 1 - np.arange(NUM_RECENT_SHOWN), 0)
-        shown = known_features(
+        before = np.maximum(len(demand) - 1 - np.arange(ob.NUM_RECENT_SHOWN), 0)
+        shown = ob.known_features(
             np.array([slot]),
             np.array([[demand[slot] for slot in before]]),
             self._forecaster.forecast(demand, slot)[None],
             scale,
             scenario.slots_per_day,
         )[0]
-        out = np.zeros(NUM_OUT)
-        out[LOAD], out[BATCH], out[NETWORK] = (
+        out = np.zeros(dyn.NUM_OUT)
+        out[dyn.LOAD], out[dyn.BATCH], out[dyn.NETWORK] = (
             measured.load, measured.batch_share, measured.network_share,
         )  # fmt: skip
-        out[MEAN_LATENCY_S], out[PAUSED_S] = measured.latency_s, measured.paused_s
-        out[BACKLOG], out[OFFERED], out[VIOLATIONS] = (
+        out[dyn.MEAN_LATENCY_S], out[dyn.PAUSED_S] = measured.latency_s, measured.paused_s
+        out[dyn.BACKLOG], out[dyn.OFFERED], out[dyn.VIOLATIONS] = (
             state.backlog_requests, 1.0, measured.violation_fraction,
         )  # fmt: skip
-        write_observation(
+        ob.write_observation(
             self._model, plan, state.slots_since_switch, state.budget_left, state.may_switch, out,
             shown, self._shapes[plan], scale, self._row,
         )  # fmt: skip

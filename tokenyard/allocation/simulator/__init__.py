@@ -12,16 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tokenyard.allocation import observation as ob
 from tokenyard.allocation.demand import DemandStream
 from tokenyard.allocation.dynamics import NUM_OUT, Model, make_model
 from tokenyard.allocation.forecast import Forecaster
-from tokenyard.allocation.observation import (
-    NUM_KNOWN,
-    NUM_RECENT_SHOWN,
-    known_features,
-    observation_size,
-    shape_of,
-)
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.allocation.simulator import kernel
@@ -45,10 +39,10 @@ def stream_rows(
     longer = DemandStream(
         np.append(stream.per_s, stream.per_s[-1]), stream.first, stream.start_slot
     )
-    rows = np.zeros((n + 1, 1 + NUM_KNOWN))
+    rows = np.zeros((n + 1, 1 + ob.NUM_KNOWN))
     rows[:n, kernel.DEMAND] = stream.per_s
-    before = np.arange(n + 1)[:, None] - 1 - np.arange(NUM_RECENT_SHOWN)
-    rows[:, kernel.KNOWN :] = known_features(
+    before = np.arange(n + 1)[:, None] - 1 - np.arange(ob.NUM_RECENT_SHOWN)
+    rows[:, kernel.KNOWN :] = ob.known_features(
         stream.start_slot + np.arange(n + 1),
         stream.per_s[np.maximum(before, 0)],
         forecaster.forecast_all(longer),
@@ -106,8 +100,8 @@ class AllocationSim:
             np.int64,
         )
         self.scale_per_s = self.table.pool_goodput_capacity_per_s
-        self.shapes = shape_of(self.table)
-        self._streams = np.zeros((num_copies, num_slots + 1, 1 + NUM_KNOWN))
+        self.shapes = ob.shape_of(self.table)
+        self._streams = np.zeros((num_copies, num_slots + 1, 1 + ob.NUM_KNOWN))
         self.counts = np.zeros((num_copies, kernel.NUM_COUNTS), np.int64)
         self.numbers = np.zeros((num_copies, 1))
         self.outs = np.zeros((num_copies, NUM_OUT))
@@ -115,7 +109,7 @@ class AllocationSim:
         self._bounds = np.zeros(num_copies)
         self._stepped = np.zeros(num_copies, np.bool_)
         self._out = np.zeros(NUM_OUT)
-        self._rows = np.zeros((num_copies, observation_size(self.table)), np.float32)
+        self._rows = np.zeros((num_copies, ob.observation_size(self.table)), np.float32)
 
     @property
     def num_refused(self) -> int:

@@ -27,10 +27,10 @@ def run_allocation(
     scenario: AllocationScenario,
     stream: DemandStream,
     policy: AllocationPolicy,
-    objective: Objective | None = None,
 ) -> AllocationOutcomes:
     """Let a policy decide every slot of a stream, shown states and nothing else."""
-    sim = _loaded(scenario, stream, objective)
+    sim = AllocationSim(scenario, 1, stream.num_slots, scenario_forecaster(scenario))
+    sim.load(0, stream)
     table = sim.table
     demand = tuple(float(value) for value in stream.per_s)
     budget = scenario.switch_budget.switches if scenario.switch_budget else 0
@@ -54,14 +54,6 @@ def run_allocation(
         sim.step(np.array([table.find(policy.allocate(state))]))
         plans[t], outs[t] = sim.plan(0), sim.outs[0]
     return AllocationOutcomes(plans, outs, sim.num_refused)
-
-
-def _loaded(
-    scenario: AllocationScenario, stream: DemandStream, objective: Objective | None = None
-) -> AllocationSim:
-    sim = AllocationSim(scenario, 1, stream.num_slots, scenario_forecaster(scenario), objective)
-    sim.load(0, stream)
-    return sim
 
 
 class StreamRunner:

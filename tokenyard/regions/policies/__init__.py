@@ -11,27 +11,11 @@ from dataclasses import dataclass, field
 
 from tokenyard.config import did_you_mean
 from tokenyard.regions.activation import ActivationRule
-from tokenyard.regions.policies.rules import (
-    COST_KNOBS,
-    Demand,
-    Knobs,
-    Planned,
-    Planner,
-    RecedingHorizon,
-    by_capacity,
-    by_servers,
-    demand_ahead,
-    demand_now,
-    ot_balanced,
-    ot_slack,
-    sinkhorn,
-    spilled,
-    stay_local,
-)
+from tokenyard.regions.policies import rules
 from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.types import Dispatch, RegionPolicy
 
-Maker = Callable[[ActivationRule, Knobs], RegionPolicy]
+Maker = Callable[[ActivationRule, rules.Knobs], RegionPolicy]
 
 
 @dataclass(frozen=True)
@@ -41,41 +25,51 @@ class TunableRule:
     make: Maker
     tunable: tuple[str, ...] = ()
     """Fields of `Knobs` that it reads."""
-    knobs: Knobs = field(default_factory=Knobs)
+    knobs: rules.Knobs = field(default_factory=rules.Knobs)
 
 
-def _planned(plan: Planner, demand: Demand = demand_now, dispatch: Dispatch = "shares") -> Maker:
-    return lambda rule, knobs: Planned(plan, rule, demand, dispatch, knobs)
+def _planned(
+    plan: rules.Planner, demand: rules.Demand = rules.demand_now, dispatch: Dispatch = "shares"
+) -> Maker:
+    return lambda rule, knobs: rules.Planned(plan, rule, demand, dispatch, knobs)
 
 
 def _receding(dispatch: Dispatch) -> Maker:
-    return lambda rule, knobs: RecedingHorizon(rule, dispatch, knobs)
+    return lambda rule, knobs: rules.RecedingHorizon(rule, dispatch, knobs)
 
 
 _CAP, _PROX, _COST = ("cap",), ("cap", "smoothing"), ("cap", "smoothing", "live")
 
 RECIPES: dict[str, TunableRule] = {
-    "round_robin": TunableRule(_planned(by_servers)),
-    "local_first": TunableRule(_planned(stay_local)),
-    "least_loaded": TunableRule(_planned(by_capacity, dispatch="least_loaded")),
-    "skylb": TunableRule(_planned(spilled, demand_ahead, "spill"), _CAP, Knobs(0.5)),
-    "sdib": TunableRule(_planned(by_capacity, dispatch="balance")),
-    "ot_balanced": TunableRule(_planned(ot_balanced)),
-    "ot_slack": TunableRule(_planned(ot_slack), _CAP, Knobs(0.43)),
-    "sinkhorn": TunableRule(_planned(sinkhorn), _CAP, Knobs(0.46)),
-    "prox_ot": TunableRule(_planned(ot_slack), _PROX, Knobs(0.43, 0.4)),
-    "ot_slack_forecast": TunableRule(_planned(ot_slack, demand_ahead), _CAP, Knobs(0.43)),
-    "sinkhorn_forecast": TunableRule(_planned(sinkhorn, demand_ahead), _CAP),
-    "prox_ot_forecast": TunableRule(_planned(ot_slack, demand_ahead), _PROX, Knobs(0.43, 0.4)),
+    "round_robin": TunableRule(_planned(rules.by_servers)),
+    "local_first": TunableRule(_planned(rules.stay_local)),
+    "least_loaded": TunableRule(_planned(rules.by_capacity, dispatch="least_loaded")),
+    "skylb": TunableRule(
+        _planned(rules.spilled, rules.demand_ahead, "spill"), _CAP, rules.Knobs(0.5)
+    ),
+    "sdib": TunableRule(_planned(rules.by_capacity, dispatch="balance")),
+    "ot_balanced": TunableRule(_planned(rules.ot_balanced)),
+    "ot_slack": TunableRule(_planned(rules.ot_slack), _CAP, rules.Knobs(0.43)),
+    "sinkhorn": TunableRule(_planned(rules.sinkhorn), _CAP, rules.Knobs(0.46)),
+    "prox_ot": TunableRule(_planned(rules.ot_slack), _PROX, rules.Knobs(0.43, 0.4)),
+    "ot_slack_forecast": TunableRule(
+        _planned(rules.ot_slack, rules.demand_ahead), _CAP, rules.Knobs(0.43)
+    ),
+    "sinkhorn_forecast": TunableRule(_planned(rules.sinkhorn, rules.demand_ahead), _CAP),
+    "prox_ot_forecast": TunableRule(
+        _planned(rules.ot_slack, rules.demand_ahead), _PROX, rules.Knobs(0.43, 0.4)
+    ),
     "prox_ot_forecast_live": TunableRule(
-        _planned(ot_slack, demand_ahead, "live_shares"), _PROX, Knobs(0.44, 0.4)
+        _planned(rules.ot_slack, rules.demand_ahead, "live_shares"), _PROX, rules.Knobs(0.44, 0.4)
     ),
     "prox_ot_forecast_live_cost": TunableRule(
-        _planned(ot_slack, demand_ahead, "live_cost"), _COST, COST_KNOBS
+        _planned(rules.ot_slack, rules.demand_ahead, "live_cost"), _COST, rules.COST_KNOBS
     ),
-    "receding_horizon": TunableRule(_receding("shares"), _CAP, Knobs(0.43)),
-    "receding_horizon_live": TunableRule(_receding("live_shares"), _CAP, Knobs(0.44)),
-    "receding_horizon_live_cost": TunableRule(_receding("live_cost"), ("cap", "live"), COST_KNOBS),
+    "receding_horizon": TunableRule(_receding("shares"), _CAP, rules.Knobs(0.43)),
+    "receding_horizon_live": TunableRule(_receding("live_shares"), _CAP, rules.Knobs(0.44)),
+    "receding_horizon_live_cost": TunableRule(
+        _receding("live_cost"), ("cap", "live"), rules.COST_KNOBS
+    ),
 }
 """Every rule by name."""
 

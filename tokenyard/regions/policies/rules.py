@@ -157,6 +157,11 @@ def sinkhorn(state: RegionState, demand: FloatArray, cap: float) -> FloatArray:
     return as_shares(state, plan)
 
 
+_PLANNED_SLOTS = 4
+_SWITCHING_COST = 0.05
+"""Of a task that another region served in the slot before, in units of the paper's cost."""
+
+
 class RecedingHorizon:
     """Plan several slots of forecasts at once, pay for changes of loads, and plan again after them.
 
@@ -168,20 +173,9 @@ class RecedingHorizon:
         rule: ActivationRule,
         dispatch: Dispatch = "shares",
         knobs: Knobs | None = None,
-        num_slots: int = 4,
-        switching_cost: float = 0.05,
     ) -> None:
-        """Start without a plan.
-
-        Args:
-            rule: For activation.
-            dispatch: How tasks are sent.
-            knobs: Its cap and live costs are read; nothing is smoothed.
-            num_slots: Slots of a plan.
-            switching_cost: Of a task that another region served in the slot before, in units of
-                the paper's cost.
-        """
-        self._rule, self._num_slots, self._cost = rule, num_slots, switching_cost
+        """Start without a plan; of the knobs cap and live costs are read."""
+        self._rule = rule
         self._dispatch, self._knobs = dispatch, knobs or Knobs()
         self._plans: list[FloatArray] = []
         self._capacity: FloatArray | None = None
@@ -194,11 +188,11 @@ class RecedingHorizon:
             shares = stay_local(state, demand_ahead(state))
             return self._decision(state, shares)
         if not self._plans or changed:
-            ahead = state.forecast[: self._num_slots]
+            ahead = state.forecast[:_PLANNED_SLOTS]
             cost = np.repeat(paper_cost(state)[None], len(ahead), axis=0)
             before = inflows(demand_now(state)[None], state.previous)[0]
             plans = transport.receding_horizon(
-                ahead, self._knobs.cap * capacity, cost, before, self._cost
+                ahead, self._knobs.cap * capacity, cost, before, _SWITCHING_COST
             )
             self._plans = [as_shares(state, plan) for plan in plans]
             self._capacity = capacity

@@ -15,17 +15,8 @@ from tokenyard.compiled import compiled
 from tokenyard.regions import telemetry
 from tokenyard.regions.policies.allocator import choose_server
 from tokenyard.regions.policies.dispatch import BY_SHARES, SPILL, by_spilling, choose_region
-from tokenyard.regions.simulator import world
+from tokenyard.regions.simulator import servers, world
 from tokenyard.regions.simulator.reports import count, declare, report, settle, settle_region
-from tokenyard.regions.simulator.servers import (
-    activate,
-    drop,
-    improve,
-    in_slot,
-    nearest_up,
-    place,
-    wait_in,
-)
 
 _FORGET = 0.9
 """Share of a region's memory of models asked for that is left after a slot."""
@@ -46,10 +37,10 @@ def arrive(w, task, shares, dispatch, now):
     if w.region[target, world.IS_DOWN] != 0:
         # Nobody answers there: the task comes back and goes where somebody does.
         at += w.seen.latency[origin, target]
-        target = nearest_up(w, origin)
+        target = servers.nearest_up(w, origin)
         out[world.OUT_REROUTED] += 1.0
         if target < 0:
-            drop(w, task)
+            servers.drop(w, task)
             return
         at += w.seen.latency[origin, target]
     deliver(w, task, target, at, now)
@@ -65,9 +56,9 @@ def deliver(w, task, target, at, now):
         settle_region(w, target, now)
         server = choose_server(w.seen, task, target, now)
         if server >= 0:
-            place(w, task, server, now)
+            servers.place(w, task, server, now)
             return
-    wait_in(w, task, target)
+    servers.wait_in(w, task, target)
 
 
 @compiled
@@ -78,7 +69,7 @@ def place_waiting(w, region, may_spill, now):
         task = w.buffer[region, done]
         server = choose_server(w.seen, task, region, now)
         if server >= 0:
-            place(w, task, server, now)
+            servers.place(w, task, server, now)
         elif may_spill and w.labels[task, world.ORIGIN] == region:
             count(w, region, now)
             other = by_spilling(w.seen, region, now)
@@ -107,7 +98,7 @@ def look_again(w, may_spill, num_before, now):
         if w.region[region, world.NUM_WAITING] > 0:
             place_waiting(w, region, may_spill, now)
         if w.seen.rules[telemetry.SEARCH] > 0:
-            improve(w, region, now)
+            servers.improve(w, region, now)
     report(w, num_before, now)
 
 
@@ -119,7 +110,7 @@ def drop_impatient(w, now):
         for i in range(w.region[region, world.NUM_WAITING]):
             task = w.buffer[region, i]
             if now - w.tasks[task, world.ARRIVAL_S] > w.seen.rules[telemetry.PATIENCE_S]:
-                drop(w, task)
+                servers.drop(w, task)
             else:
                 w.buffer[region, kept] = task
                 kept += 1
@@ -138,11 +129,11 @@ def begin_slot(w, targets, now):
     drop_impatient(w, now)
     for s in range(len(w.servers)):
         # What reaches beyond a slot's end has no gaps: a server's queue is served on and on.
-        w.times[s, world.BUSY_S] = in_slot(w, now, w.times[s, world.FREE_S])
+        w.times[s, world.BUSY_S] = servers.in_slot(w, now, w.times[s, world.FREE_S])
     for region in range(len(w.region)):
         for model in range(w.seen.asked.shape[1]):
             w.seen.asked[region, model] *= _FORGET
-        activate(w, region, targets[region], now)
+        servers.activate(w, region, targets[region], now)
 
 
 @compiled
@@ -239,6 +230,6 @@ def drain(w):
         now += w.seen.rules[telemetry.ROUND_S]
     for region in range(len(w.region)):
         for i in range(w.region[region, world.NUM_WAITING]):
-            drop(w, w.buffer[region, i])
+            servers.drop(w, w.buffer[region, i])
         w.region[region, world.NUM_WAITING] = 0
     w.seen.clock[telemetry.SLOT] += 1

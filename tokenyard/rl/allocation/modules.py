@@ -17,13 +17,7 @@ from torch import Tensor
 
 from tokenyard.allocation.observation import ALLOWED
 from tokenyard.allocation.policies.learned import MEMORY_OUTPUTS
-from tokenyard.rl.modules import (
-    ActorCritic,
-    QNetwork,
-    RunningNormaliser,
-    shrink_last_layer,
-    weights_of,
-)
+from tokenyard.rl import modules
 
 STAY_BONUS = "stay_bonus"
 """Key of a module's `model_config`: what is added for what is in force, in logits or in values."""
@@ -44,7 +38,7 @@ def with_stay(preferences: Tensor, observations: Tensor, bonus: float) -> Tensor
     return (preferences + bonus * in_force).masked_fill(fixed & (in_force == 0), -torch.inf)
 
 
-class AllocationActorCritic(ActorCritic):
+class AllocationActorCritic(modules.ActorCritic):
     """Actor and critic of PPO and A2C for actions of shape, memory and limit of the batch."""
 
     output_shift: Tensor
@@ -61,9 +55,9 @@ class AllocationActorCritic(ActorCritic):
         num_limits = int(limit.n) if isinstance(limit, Discrete) else 0
         self.output_sizes = [num_limits, MEMORY_OUTPUTS, int(shape.n)]
         """Outputs for the limit of the batch, for memory and for shapes, in this order."""
-        self.normaliser = RunningNormaliser(self.observation_space.shape[0])
+        self.normaliser = modules.RunningNormaliser(self.observation_space.shape[0])
         self.stay_bonus = float(self.model_config[STAY_BONUS])
-        shrink_last_layer(self.pi)
+        modules.shrink_last_layer(self.pi)
         shift, scale = torch.zeros(sum(self.output_sizes)), torch.ones(sum(self.output_sizes))
         limits, memory, _ = shift.split(self.output_sizes)
         # What is in force is not seen of the limit: a fresh network takes the highest.
@@ -79,7 +73,7 @@ class AllocationActorCritic(ActorCritic):
     @torch.no_grad()
     def exported_layers(self) -> list[tuple[Tensor, Tensor]]:
         """Weights and biases of a network without shift and scale of the outputs."""
-        *hidden, (weight, bias) = weights_of(self.policy_layers)
+        *hidden, (weight, bias) = modules.weights_of(self.policy_layers)
         scale = self.output_scale
         return [*hidden, (scale[:, None] * weight, scale * bias + self.output_shift)]
 
@@ -90,19 +84,19 @@ class AllocationActorCritic(ActorCritic):
         return torch.cat([*others, shapes], -1)
 
 
-class AllocationQNetwork(QNetwork):
+class AllocationQNetwork(modules.QNetwork):
     """Q-network of DQN over shapes."""
 
     def setup(self) -> None:
         """Build the networks that RLlib ships, then the normaliser."""
         super().setup()
-        self.normaliser = RunningNormaliser(self.observation_space.shape[0])
+        self.normaliser = modules.RunningNormaliser(self.observation_space.shape[0])
         self.stay_bonus = float(self.model_config[STAY_BONUS])
-        shrink_last_layer(self.af)
+        modules.shrink_last_layer(self.af)
 
     def exported_layers(self) -> list[tuple[Tensor, Tensor]]:
         """Weights and biases of the network."""
-        return weights_of(self.policy_layers)
+        return modules.weights_of(self.policy_layers)
 
     def _adjusted(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
         return with_stay(outputs, batch[Columns.OBS], self.stay_bonus)

@@ -10,7 +10,6 @@ rewards.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -31,7 +30,7 @@ from tokenyard.rl.columnar.a2c import A2CConfig
 from tokenyard.rl.columnar.sampling import with_sampling
 from tokenyard.rl.modules import layer_arrays, module_spec, moment_arrays
 from tokenyard.rl.trainable import TrialConfig
-from tokenyard.rl.training import RllibLearner, Training
+from tokenyard.rl.training import LocalTraining, RllibLearner, Training
 from tokenyard.types import FloatArray, IntArray
 
 RllibAlgorithm = Literal["ppo", "a2c", "dqn"]
@@ -51,45 +50,6 @@ _NUM_DEMONSTRATIONS = 4
 """Draws of the training part that a demonstrator lives through."""
 _WANDER = 0.1
 """Share of the demonstrator's slots in which another plan is taken than it wanted."""
-
-
-class TabularTraining:
-    """Q-learning or SARSA on a table."""
-
-    def __init__(self, learner: TabularLearner, slots_per_step: int) -> None:
-        self._learner, self._slots_per_step = learner, slots_per_step
-
-    @property
-    def env_steps(self) -> int:
-        """Slots lived through so far."""
-        return self._learner.env_steps
-
-    @property
-    def actors_cpu_s(self) -> float:
-        """None works for it."""
-        return 0.0
-
-    def step(self) -> dict[str, float]:
-        """Learn, and return the running mean of the reward."""
-        return self._learner.step(self._slots_per_step)
-
-    def artifact(
-        self, metrics: Mapping[str, float], lineage: Mapping[str, str]
-    ) -> AllocationArtifact:
-        """The greedy policy of the present table."""
-        return self._learner.artifact(metrics, lineage)
-
-    def save(self, folder: Path) -> None:
-        """Write the table and what the loop goes on with."""
-        np.savez(folder / "table.npz", **self._learner.state())
-
-    def restore(self, folder: Path) -> None:
-        """Read what `save` wrote into a folder, and go on from there."""
-        with np.load(folder / "table.npz") as state:
-            self._learner.restore(dict(state))
-
-    def stop(self) -> None:
-        """Nothing is held."""
 
 
 class AllocationRllib(RllibLearner[AllocationScenario]):
@@ -203,7 +163,7 @@ class AllocationTrialConfig(TrialConfig):
         if self.algorithm == "q_learning" or self.algorithm == "sarsa":
             table = TabularConfig(self.algorithm, num_steps=self.env_steps)
             learner = TabularLearner(scenario, table, self.seed)
-            return TabularTraining(learner, self.steps_per_iteration)
+            return LocalTraining(learner, -(-self.steps_per_iteration // learner.slots_per_step))
         training = AllocationRllib(self.algorithm_config(scenario), scenario, self._learner)
         if self.algorithm.startswith(_CLONED):
             training.clone(self.seed)

@@ -20,16 +20,7 @@ from ray.rllib.core.rl_module.apis import ValueFunctionAPI
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.evaluation.postprocessing import Postprocessing
 from ray.rllib.execution.rollout_ops import synchronous_parallel_sample
-from ray.rllib.utils.metrics import (
-    ALL_MODULES,
-    ENV_RUNNER_RESULTS,
-    ENV_RUNNER_SAMPLING_TIMER,
-    LEARNER_RESULTS,
-    LEARNER_UPDATE_TIMER,
-    NUM_ENV_STEPS_SAMPLED_LIFETIME,
-    SYNCH_WORKER_WEIGHTS_TIMER,
-    TIMERS,
-)
+from ray.rllib.utils import metrics as keys
 from torch import Tensor
 
 from tokenyard.rl.columnar.rounds import LocalRounds
@@ -115,7 +106,7 @@ class A2C(LocalRounds):
         if self.trains_here:
             self.rounds_here()
             return
-        with self.metrics.log_time((TIMERS, ENV_RUNNER_SAMPLING_TIMER)):
+        with self.metrics.log_time((keys.TIMERS, keys.ENV_RUNNER_SAMPLING_TIMER)):
             episodes, results = synchronous_parallel_sample(
                 worker_set=self.env_runner_group,
                 max_env_steps=self.config.total_train_batch_size,
@@ -125,19 +116,21 @@ class A2C(LocalRounds):
             )
         if not episodes:
             return
-        self.metrics.aggregate(results, key=ENV_RUNNER_RESULTS)
-        num_env_steps = self.metrics.peek((ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME))
-        with self.metrics.log_time((TIMERS, LEARNER_UPDATE_TIMER)):
+        self.metrics.aggregate(results, key=keys.ENV_RUNNER_RESULTS)
+        num_env_steps = self.metrics.peek(
+            (keys.ENV_RUNNER_RESULTS, keys.NUM_ENV_STEPS_SAMPLED_LIFETIME)
+        )
+        with self.metrics.log_time((keys.TIMERS, keys.LEARNER_UPDATE_TIMER)):
             learned = self.learner_group.update(
                 episodes=episodes,
-                timesteps={NUM_ENV_STEPS_SAMPLED_LIFETIME: num_env_steps},
+                timesteps={keys.NUM_ENV_STEPS_SAMPLED_LIFETIME: num_env_steps},
                 num_epochs=1,
             )
-        self.metrics.aggregate(learned, key=LEARNER_RESULTS)
-        with self.metrics.log_time((TIMERS, SYNCH_WORKER_WEIGHTS_TIMER)):
+        self.metrics.aggregate(learned, key=keys.LEARNER_RESULTS)
+        with self.metrics.log_time((keys.TIMERS, keys.SYNCH_WORKER_WEIGHTS_TIMER)):
             self.env_runner_group.sync_weights(
                 from_worker_or_learner_group=self.learner_group,
-                policies=set(learned[0].keys()) - {ALL_MODULES},
+                policies=set(learned[0].keys()) - {keys.ALL_MODULES},
                 inference_only=True,
             )
 

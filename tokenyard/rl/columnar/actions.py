@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -29,64 +29,9 @@ Place = int | slice
 _HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
-class Distribution(Protocol):
-    """How actions are distributed, given outputs of the network of shape (..., I)."""
-
-    def log_prob(self, actions: Tensor) -> Tensor:
-        """Log-probability, or its density, of an action each; shape (...)."""
-        ...
-
-    def entropy(self) -> Tensor:
-        """In nats, shape (...)."""
-        ...
-
-    def divergence_from(self, old: Any) -> Tensor:
-        """KL divergence from an older distribution of the same kind to this one, shape (...)."""
-        ...
-
-
-class Actions(Protocol):
-    """One kind of action: how it is drawn, how likely it was, what the environment gets."""
-
-    @property
-    def num_inputs(self) -> int:
-        """Outputs of the network that it is drawn from, I."""
-        ...
-
-    @property
-    def num_columns(self) -> int:
-        """Numbers that an action is kept as, C."""
-        ...
-
-    @property
-    def num_noise(self) -> int:
-        """Random numbers that an action is drawn with."""
-        ...
-
-    def distribution(self, inputs: Tensor) -> Distribution:
-        """Of actions, given outputs of the network of shape (..., I)."""
-        ...
-
-    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """What `draw` needs for actions of shape `shape`."""
-        ...
-
-    def draw(self, inputs: Tensor, noise: Tensor) -> Tensor:
-        """Draw actions, shape (...) for a `DiscreteActions`, else (..., C)."""
-        ...
-
-    def for_env(self, actions: npt.NDArray[Any]) -> Any:
-        """Say what was drawn in the environment's terms, within the bounds of its space."""
-        ...
-
-    def clipped(self, actions: npt.NDArray[Any]) -> BoolArray:
-        """Whether `for_env` had to move an action to its bounds, shape (...)."""
-        ...
-
-
 @dataclass(frozen=True)
 class Categorical:
-    """Distribution over alternatives."""
+    """Distribution over alternatives. All distributions are per action, shape (...), in nats."""
 
     log_probs: Tensor
     """Normalised, shape (..., K)."""
@@ -100,9 +45,9 @@ class Categorical:
         finite = self.log_probs.clamp_min(torch.finfo(self.log_probs.dtype).min)
         return -(finite * finite.exp()).sum(-1)
 
-    def divergence_from(self, old: Categorical) -> Tensor:
-        """What could not be chosen before adds nothing."""
-        terms = old.log_probs.exp() * (old.log_probs - self.log_probs)
+    def divergence_from(self, old: Any) -> Tensor:
+        """KL divergence from an older one to this one; what could not be chosen adds nothing."""
+        terms: Tensor = old.log_probs.exp() * (old.log_probs - self.log_probs)
         return terms.masked_fill(old.log_probs == -torch.inf, 0.0).sum(-1)
 
 
@@ -123,10 +68,10 @@ class Gaussian:
         """Of all numbers together."""
         return (self.log_std + (0.5 + _HALF_LOG_2PI)).sum(-1)
 
-    def divergence_from(self, old: Gaussian) -> Tensor:
+    def divergence_from(self, old: Any) -> Tensor:
         """Of all numbers together."""
-        narrower = old.log_std - self.log_std
-        apart = (old.mean - self.mean) * torch.exp(-self.log_std)
+        narrower: Tensor = old.log_std - self.log_std
+        apart: Tensor = (old.mean - self.mean) * torch.exp(-self.log_std)
         return (0.5 * (torch.exp(2.0 * narrower) + apart**2 - 1.0) - narrower).sum(-1)
 
 
@@ -135,9 +80,11 @@ class DiscreteActions:
     """One of K alternatives, kept as int64 from 0."""
 
     num_inputs: int
+    """Outputs of the network that an action is drawn from, I."""
     start: int = 0
     """What the environment calls the first."""
     num_columns: int = 1
+    """Numbers that an action is kept as, C."""
 
     @property
     def num_noise(self) -> int:
@@ -225,7 +172,7 @@ class BoxActions:
 class Joint:
     """Distribution of independent parts: all is a sum over them."""
 
-    parts: tuple[Distribution, ...]
+    parts: tuple[Any, ...]
     columns: tuple[Place, ...]
     """Where each part's actions are."""
 
@@ -241,7 +188,7 @@ class Joint:
         """Of all parts together."""
         return torch.stack([part.entropy() for part in self.parts]).sum(0)
 
-    def divergence_from(self, old: Joint) -> Tensor:
+    def divergence_from(self, old: Any) -> Tensor:
         """Of all parts together."""
         terms = [
             part.divergence_from(before) for part, before in zip(self.parts, old.parts, strict=True)
@@ -256,10 +203,10 @@ class Hybrid:
         self.names = tuple(sorted(parts))
         self.parts = tuple(parts[name] for name in self.names)
         self.input_sizes = [part.num_inputs for part in self.parts]
-        self.num_inputs = sum(self.input_sizes)
-        self.num_columns = sum(part.num_columns for part in self.parts)
+        self.num_inputs: int = sum(self.input_sizes)
+        self.num_columns: int = sum(part.num_columns for part in self.parts)
         self.noise_sizes = [part.num_noise for part in self.parts]
-        self.num_noise = sum(self.noise_sizes)
+        self.num_noise: int = sum(self.noise_sizes)
         columns: list[Place] = []
         first = 0
         for part in self.parts:
@@ -296,6 +243,10 @@ class Hybrid:
         each = zip(self.parts, self.columns, strict=True)
         moved = [part.clipped(actions[..., columns]) for part, columns in each]
         return np.asarray(np.any(moved, axis=0))
+
+
+Actions = DiscreteActions | BoxActions | Hybrid
+"""One kind of action: how it is drawn, how likely it was, what the environment gets."""
 
 
 def actions_of(space: gymnasium.Space[Any]) -> Actions:

@@ -16,16 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from ray.rllib.algorithms.dqn.dqn_learner import (
-    QF_LOSS_KEY,
-    QF_MAX_KEY,
-    QF_MEAN_KEY,
-    QF_MIN_KEY,
-    QF_NEXT_PREDS,
-    QF_PREDS,
-    QF_TARGET_NEXT_PREDS,
-    TD_ERROR_MEAN_KEY,
-)
+from ray.rllib.algorithms.dqn import dqn_learner as dqn
 from ray.rllib.algorithms.dqn.torch.dqn_torch_learner import DQNTorchLearner
 from ray.rllib.algorithms.ppo.ppo import (
     LEARNER_RESULTS_KL_KEY,
@@ -38,16 +29,7 @@ from ray.rllib.core.columns import Columns
 from ray.rllib.core.learner.learner import ENTROPY_KEY, POLICY_LOSS_KEY, VF_LOSS_KEY
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.evaluation.postprocessing import Postprocessing
-from ray.rllib.utils.metrics import (
-    ALL_MODULES,
-    DIFF_NUM_GRAD_UPDATES_VS_SAMPLER_POLICY,
-    MODULE_TRAIN_BATCH_SIZE_MEAN,
-    NUM_ENV_STEPS_TRAINED,
-    NUM_ENV_STEPS_TRAINED_LIFETIME,
-    NUM_MODULE_STEPS_TRAINED,
-    NUM_MODULE_STEPS_TRAINED_LIFETIME,
-    WEIGHTS_SEQ_NO,
-)
+from ray.rllib.utils import metrics as keys
 from ray.rllib.utils.torch_utils import explained_variance
 from torch import Tensor, nn
 
@@ -203,22 +185,22 @@ class ColumnarLearner(TorchLearner):
     def _log_trained(self, sampled: Any, num_rows: int, num_steps: int, size: int) -> None:
         """Log what RLlib logs after every minibatch, once."""
         trained, log = num_steps * size, self.metrics.log_value
-        own, every = DEFAULT_MODULE_ID, ALL_MODULES
-        log((own, WEIGHTS_SEQ_NO), self._weights_seq_no, window=1)
-        log((own, MODULE_TRAIN_BATCH_SIZE_MEAN), size, reduce="mean")
-        log((own, NUM_MODULE_STEPS_TRAINED), trained, reduce="sum")
+        own, every = DEFAULT_MODULE_ID, keys.ALL_MODULES
+        log((own, keys.WEIGHTS_SEQ_NO), self._weights_seq_no, window=1)
+        log((own, keys.MODULE_TRAIN_BATCH_SIZE_MEAN), size, reduce="mean")
+        log((own, keys.NUM_MODULE_STEPS_TRAINED), trained, reduce="sum")
         sampler = getattr(sampled[0], "weights_seq_no", None)
         if sampler is not None:
             lag = self._weights_seq_no - sampler
-            log((own, DIFF_NUM_GRAD_UPDATES_VS_SAMPLER_POLICY), lag, window=1)
+            log((own, keys.DIFF_NUM_GRAD_UPDATES_VS_SAMPLER_POLICY), lag, window=1)
         lifetime = {"reduce": "lifetime_sum", "with_throughput": True}
-        log((own, NUM_MODULE_STEPS_TRAINED_LIFETIME), trained, **lifetime)
-        log((every, NUM_MODULE_STEPS_TRAINED), trained, reduce="sum", with_throughput=True)
-        log((every, NUM_MODULE_STEPS_TRAINED_LIFETIME), trained, **lifetime)
+        log((own, keys.NUM_MODULE_STEPS_TRAINED_LIFETIME), trained, **lifetime)
+        log((every, keys.NUM_MODULE_STEPS_TRAINED), trained, reduce="sum", with_throughput=True)
+        log((every, keys.NUM_MODULE_STEPS_TRAINED_LIFETIME), trained, **lifetime)
         # RLlib counts a batch once per minibatch that was made from it.
         steps = num_rows * num_steps
-        log((every, NUM_ENV_STEPS_TRAINED), steps, reduce="sum", with_throughput=True)
-        log((every, NUM_ENV_STEPS_TRAINED_LIFETIME), steps, **lifetime)
+        log((every, keys.NUM_ENV_STEPS_TRAINED), steps, reduce="sum", with_throughput=True)
+        log((every, keys.NUM_ENV_STEPS_TRAINED_LIFETIME), steps, **lifetime)
 
 
 class _OnPolicyColumns(ColumnarLearner):
@@ -405,10 +387,12 @@ class DQNColumnarLearner(ColumnarLearner, DQNTorchLearner):
         config = self.config
         output = module._forward_train(batch)
         chosen = batch[Columns.ACTIONS][:, None]
-        q = output[QF_PREDS].gather(1, chosen).nan_to_num(neginf=0.0).squeeze(1)
+        q = output[dqn.QF_PREDS].gather(1, chosen).nan_to_num(neginf=0.0).squeeze(1)
         with torch.no_grad():
-            target = output[QF_TARGET_NEXT_PREDS]
-            best = (output[QF_NEXT_PREDS] if config.double_q else target).argmax(1, keepdim=True)
+            target = output[dqn.QF_TARGET_NEXT_PREDS]
+            best = (output[dqn.QF_NEXT_PREDS] if config.double_q else target).argmax(
+                1, keepdim=True
+            )
             later = target.gather(1, best).nan_to_num(neginf=0.0).squeeze(1)
             goes_on = ~batch[Columns.TERMINATEDS]
             wanted = batch[Columns.REWARDS] + config.gamma * goes_on * later
@@ -416,15 +400,15 @@ class DQNColumnarLearner(ColumnarLearner, DQNTorchLearner):
         error = nn.functional.huber_loss if huber else nn.functional.mse_loss
         loss = error(q, wanted)
         if shrinkage := config.learner_config_dict.get(SHRINKAGE, 0.0):
-            corrections = module.corrections(batch[Columns.OBS], output[QF_PREDS])
+            corrections = module.corrections(batch[Columns.OBS], output[dqn.QF_PREDS])
             loss = loss + shrinkage * (corrections**2).sum(-1).mean()
         if not report:
             return loss, {}
         with torch.no_grad():
             return loss, {
-                QF_LOSS_KEY: loss.detach(),
-                QF_MEAN_KEY: q.mean(),
-                QF_MAX_KEY: q.max(),
-                QF_MIN_KEY: q.min(),
-                TD_ERROR_MEAN_KEY: (q - wanted).abs().mean(),
+                dqn.QF_LOSS_KEY: loss.detach(),
+                dqn.QF_MEAN_KEY: q.mean(),
+                dqn.QF_MAX_KEY: q.max(),
+                dqn.QF_MIN_KEY: q.min(),
+                dqn.TD_ERROR_MEAN_KEY: (q - wanted).abs().mean(),
             }

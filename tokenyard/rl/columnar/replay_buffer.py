@@ -8,15 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from ray.rllib.core.columns import Columns
-from ray.rllib.utils.metrics import (
-    NUM_ENV_STEPS_ADDED,
-    NUM_ENV_STEPS_ADDED_LIFETIME,
-    NUM_ENV_STEPS_EVICTED,
-    NUM_ENV_STEPS_EVICTED_LIFETIME,
-    NUM_ENV_STEPS_SAMPLED,
-    NUM_ENV_STEPS_SAMPLED_LIFETIME,
-    NUM_ENV_STEPS_STORED,
-)
+from ray.rllib.utils import metrics as keys
 from ray.rllib.utils.replay_buffers.episode_replay_buffer import EpisodeReplayBuffer
 
 from tokenyard.rl.columnar.columns import Rollout, Transitions
@@ -33,13 +25,7 @@ class ColumnarEpisodeReplayBuffer(EpisodeReplayBuffer):
     _num_timesteps_added: int
 
     def __init__(self, capacity: int = 10_000, seed: int | None = None, **kwargs: Any) -> None:
-        """Make an empty buffer; arrays are allocated when the first steps come.
-
-        Args:
-            capacity: Steps that are kept.
-            seed: Of the draws.
-            kwargs: As for RLlib's buffer.
-        """
+        """Make an empty buffer; arrays are allocated when the first steps come."""
         super().__init__(capacity=capacity, **kwargs)
         self.rng = np.random.default_rng(seed)
         self._columns: dict[str, npt.NDArray[Any]] = {}
@@ -77,11 +63,11 @@ class ColumnarEpisodeReplayBuffer(EpisodeReplayBuffer):
         self._num_timesteps = min(self._num_timesteps + num, self.capacity)
         self._num_timesteps_added += num
         log = self.metrics.log_value
-        log(NUM_ENV_STEPS_ADDED, num, reduce="sum")
-        log(NUM_ENV_STEPS_ADDED_LIFETIME, num, reduce="lifetime_sum")
-        log(NUM_ENV_STEPS_EVICTED, evicted, reduce="sum")
-        log(NUM_ENV_STEPS_EVICTED_LIFETIME, evicted, reduce="lifetime_sum")
-        log(NUM_ENV_STEPS_STORED, self._num_timesteps, window=1)
+        log(keys.NUM_ENV_STEPS_ADDED, num, reduce="sum")
+        log(keys.NUM_ENV_STEPS_ADDED_LIFETIME, num, reduce="lifetime_sum")
+        log(keys.NUM_ENV_STEPS_EVICTED, evicted, reduce="sum")
+        log(keys.NUM_ENV_STEPS_EVICTED_LIFETIME, evicted, reduce="lifetime_sum")
+        log(keys.NUM_ENV_STEPS_STORED, self._num_timesteps, window=1)
 
     def sample(
         self, num_items: int | None = None, *, n_step: int = 1, **kwargs: Any
@@ -106,8 +92,8 @@ class ColumnarEpisodeReplayBuffer(EpisodeReplayBuffer):
         num = num_items or self.batch_size_B
         rows = self.rng.integers(0, self._num_timesteps, num)
         self.sampled_timesteps += num
-        self.metrics.log_value(NUM_ENV_STEPS_SAMPLED, num, reduce="sum")
-        self.metrics.log_value(NUM_ENV_STEPS_SAMPLED_LIFETIME, num, reduce="lifetime_sum")
+        self.metrics.log_value(keys.NUM_ENV_STEPS_SAMPLED, num, reduce="sum")
+        self.metrics.log_value(keys.NUM_ENV_STEPS_SAMPLED_LIFETIME, num, reduce="lifetime_sum")
         return [Transitions({name: column[rows] for name, column in self._columns.items()})]
 
     def get_num_timesteps(self, module_id: str | None = None) -> int:

@@ -17,15 +17,7 @@ from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.dqn import DQN, DQNConfig
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.learner.training_data import TrainingData
-from ray.rllib.utils.metrics import (
-    ENV_RUNNER_RESULTS,
-    ENV_RUNNER_SAMPLING_TIMER,
-    LEARNER_RESULTS,
-    LEARNER_UPDATE_TIMER,
-    NUM_ENV_STEPS_SAMPLED_LIFETIME,
-    REPLAY_BUFFER_RESULTS,
-    TIMERS,
-)
+from ray.rllib.utils import metrics as keys
 
 
 class LocalRounds(Algorithm):
@@ -37,40 +29,35 @@ class LocalRounds(Algorithm):
         return bool(self.learner_group.is_local and not self.config.num_env_runners)
 
     def to_learn_from(self, sampled: list[Any], num_sampled: float) -> Sequence[Any]:
-        """What is learned from after a round's sampling; nothing yet, where it is empty.
-
-        Args:
-            sampled: What the env runner returned.
-            num_sampled: Environment steps sampled so far, these included.
-        """
+        """What is learned from after a round's sampling; nothing yet, where it is empty."""
         return sampled
 
     def rounds_here(self) -> None:
         """Sample, learn and hand on the weights, `rounds_per_training_step` times."""
         runner, learner = self.env_runner, self.learner_group._learner
-        lifetime = (ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME)
+        lifetime = (keys.ENV_RUNNER_RESULTS, keys.NUM_ENV_STEPS_SAMPLED_LIFETIME)
         num_sampled = self.metrics.peek(lifetime, default=0)
         learned = False
         for _ in range(self.config.rounds_per_training_step):
             # RLlib tells it after a report, and schedules of exploration would stand till then.
             runner.num_env_steps_sampled_lifetime = num_sampled
-            with self.metrics.log_time((TIMERS, ENV_RUNNER_SAMPLING_TIMER)):
+            with self.metrics.log_time((keys.TIMERS, keys.ENV_RUNNER_SAMPLING_TIMER)):
                 sampled = runner.sample()
             num_sampled += sum(map(len, sampled))
             batch = self.to_learn_from(sampled, num_sampled)
             if not batch:
                 continue
             learned = True
-            with self.metrics.log_time((TIMERS, LEARNER_UPDATE_TIMER)):
+            with self.metrics.log_time((keys.TIMERS, keys.LEARNER_UPDATE_TIMER)):
                 learner.update(
                     training_data=TrainingData(episodes=list(batch)),
-                    timesteps={NUM_ENV_STEPS_SAMPLED_LIFETIME: num_sampled},
+                    timesteps={keys.NUM_ENV_STEPS_SAMPLED_LIFETIME: num_sampled},
                     _no_metrics_reduce=True,
                 )
             copy_weights(learner, runner)
-        self.metrics.aggregate([runner.get_metrics()], key=ENV_RUNNER_RESULTS)
+        self.metrics.aggregate([runner.get_metrics()], key=keys.ENV_RUNNER_RESULTS)
         if learned:
-            self.metrics.aggregate([learner.metrics.reduce()], key=LEARNER_RESULTS)
+            self.metrics.aggregate([learner.metrics.reduce()], key=keys.LEARNER_RESULTS)
 
 
 @torch.no_grad()
@@ -105,7 +92,7 @@ class RoundsDQN(DQN, LocalRounds):
             return
         self.rounds_here()
         results = self.local_replay_buffer.get_metrics()
-        self.metrics.aggregate([results], key=REPLAY_BUFFER_RESULTS)
+        self.metrics.aggregate([results], key=keys.REPLAY_BUFFER_RESULTS)
 
     def to_learn_from(self, sampled: list[Any], num_sampled: float) -> Sequence[Any]:
         """A batch from replay, once enough has been sampled."""

@@ -26,17 +26,10 @@ from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import PAPER_REWARD, RegionReward, RegionScenario
 from tokenyard.regions.servers import make_cluster
 from tokenyard.regions.simulator.run import run_regions
+from tokenyard.rl import modules
 from tokenyard.rl.algorithms import CLIPPED, flat_numbers, hyperparameters, ppo_config
 from tokenyard.rl.columnar.a2c import A2CConfig
 from tokenyard.rl.columnar.sampling import Implementation, with_sampling
-from tokenyard.rl.modules import (
-    NORMALISE,
-    RouterActorCritic,
-    layer_arrays,
-    module_spec,
-    moment_arrays,
-    weights_of,
-)
 from tokenyard.rl.trainable import TrialConfig
 from tokenyard.rl.training import RllibLearner, Training
 
@@ -50,7 +43,7 @@ _EPS_TARGET, _S_TARGET = 0.15, 2.5
 _GAMMA0, _DELTA0, _MOST = 1.0, 0.1, 100.0
 
 
-class RegionActorCritic(RouterActorCritic):
+class RegionActorCritic(modules.RouterActorCritic):
     """Actor and critic whose first actions are near their mean."""
 
     def setup(self) -> None:
@@ -116,9 +109,9 @@ class RegionRllib(RllibLearner[RegionScenario]):
         module, env_config = self.module, self._config.env_config
         # The second half of the outputs is the logarithm of the spread.
         size = action_size(make_cluster(self._trained_for).num_regions, env_config["action"])
-        *hidden, (weight, bias) = weights_of(module.policy_layers)
+        *hidden, (weight, bias) = modules.weights_of(module.policy_layers)
         layers = [*hidden, (weight[:size], bias[:size])]
-        arrays = moment_arrays(module.normaliser) | layer_arrays(layers)
+        arrays = modules.moment_arrays(module.normaliser) | modules.layer_arrays(layers)
         metadata = RegionMetadata(
             kind="network",
             action=env_config["action"],
@@ -168,8 +161,8 @@ class RegionTrialConfig(TrialConfig):
         # The paper's policy sends by its shares, which are free, and by nothing else.
         faithful = self.algorithm == "torta_faithful"
         batch_size = _EPISODES_PER_BATCH * scenario.num_slots
-        spec = module_spec(
-            RegionActorCritic, _PAPER_HIDDEN if faithful else _HIDDEN, **{NORMALISE: True}
+        spec = modules.module_spec(
+            RegionActorCritic, _PAPER_HIDDEN if faithful else _HIDDEN, **{modules.NORMALISE: True}
         )
         config = _base(self, scenario, batch_size).training(**self.training)
         config = config.rl_module(rl_module_spec=spec).environment(

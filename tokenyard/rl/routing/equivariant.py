@@ -23,12 +23,7 @@ from ray.rllib.core.rl_module.apis import InferenceOnlyAPI, ValueFunctionAPI
 from ray.rllib.core.rl_module.torch import TorchRLModule
 from torch import Tensor, nn
 
-from tokenyard.rl.modules import (
-    RESIDUAL_SCALE,
-    Observes,
-    RunningNormaliser,
-    shrink_last_layer,
-)
+from tokenyard.rl import modules
 from tokenyard.routing.equivariant import Layout, Observed, rule_costs, scorer_inputs
 from tokenyard.routing.observation import NUM_REQUEST_FEATURES
 
@@ -48,8 +43,8 @@ class KindNormaliser(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.request = RunningNormaliser(NUM_REQUEST_FEATURES)
-        self.replica = RunningNormaliser(LAYOUT.num_features)
+        self.request = modules.RunningNormaliser(NUM_REQUEST_FEATURES)
+        self.replica = modules.RunningNormaliser(LAYOUT.num_features)
 
     def forward(self, observed: Observed) -> Observed:
         """Normalise what was observed."""
@@ -80,7 +75,7 @@ class Scorer(nn.Module):
         super().__init__()
         self._scale = scale
         self.network = scalar_network(LAYOUT.num_inputs, hidden)
-        shrink_last_layer(self.network)
+        modules.shrink_last_layer(self.network)
         self.register_buffer("rule_weights", torch.tensor(rule_weights))
 
     def forward(self, observed: Observed, normalised: Observed) -> Tensor:
@@ -92,7 +87,7 @@ class Scorer(nn.Module):
         return preferences.masked_fill(~observed.routable, -torch.inf)
 
 
-class _EquivariantParts(Observes):
+class _EquivariantParts(modules.Observes):
     """Normaliser and scorer, mixed into an RLModule of RLlib."""
 
     observation_space: Any
@@ -113,7 +108,7 @@ class _EquivariantParts(Observes):
                 "give the environment shows_rule"
             )
         self.normaliser = KindNormaliser()
-        self.residual_scale = float(self.model_config[RESIDUAL_SCALE])
+        self.residual_scale = float(self.model_config[modules.RESIDUAL_SCALE])
         given = self.model_config
         return Scorer(given[HIDDEN], given[RULE_WEIGHTS], self.residual_scale)
 

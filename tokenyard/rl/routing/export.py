@@ -8,15 +8,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from tokenyard.rl.modules import (
-    RouterActorCritic,
-    RouterQNetwork,
-    RunningNormaliser,
-    layer_arrays,
-    linear_layers,
-    moment_arrays,
-    weights_of,
-)
+from tokenyard.rl import modules
 from tokenyard.rl.routing.equivariant import EquivariantActorCritic, EquivariantQNetwork
 from tokenyard.routing.artifact import PolicyArtifact, feature_scaling, length_predictor
 from tokenyard.routing.metadata import ArtifactMetadata
@@ -30,7 +22,7 @@ NO_COST = np.zeros((NUM_SCORE_POWERS, NUM_MARGINAL_FEATURES))
 NO_COST[0, 1:5] = -1.0
 
 Equivariant = EquivariantActorCritic | EquivariantQNetwork
-RouterModule = RouterActorCritic | RouterQNetwork | Equivariant
+RouterModule = modules.RouterActorCritic | modules.RouterQNetwork | Equivariant
 """A module that can be exported."""
 
 
@@ -47,14 +39,6 @@ def export_policy(
 
     A network over the paper's observation is of kind `mlp`, one that corrects a rule of kind
     `corrected`.
-
-    Args:
-        module: The learner's module.
-        source: Traffic it was trained on: gives the feature scaling and the length predictor.
-        trainer: Algorithm that trained it.
-        metrics: What it scored, for the record.
-        lineage: What it was made from, for the record.
-        order: Weights of the order in which requests wait; none: first come, first served.
     """
     scenario = source.scenario
     of_the_kind: dict[str, Any]
@@ -64,7 +48,7 @@ def export_policy(
     else:
         of_the_kind = {"kind": "mlp", "expected_finish": False}
         arrays = _normaliser_arrays(module.normaliser, module.observation_space.shape[0])
-        arrays |= layer_arrays(weights_of(module.policy_layers))
+        arrays |= modules.layer_arrays(modules.weights_of(module.policy_layers))
     if any(order):
         arrays["order"] = np.array(order, dtype=np.float64)
     metadata = ArtifactMetadata(
@@ -85,19 +69,19 @@ def export_policy(
 
 def _correction_arrays(module: Equivariant) -> dict[str, FloatArray]:
     scorer = module.policy
-    *hidden, (weight, bias) = weights_of(linear_layers(scorer.network))
+    *hidden, (weight, bias) = modules.weights_of(modules.linear_layers(scorer.network))
     # A corrected policy takes the network's output off costs in SLOs, not off scaled ones.
     scale = module.residual_scale or 1.0
     last = (weight / scale, bias / scale)
-    arrays = moment_arrays(module.normaliser.request, "request_")
-    arrays |= moment_arrays(module.normaliser.replica, "replica_")
+    arrays = modules.moment_arrays(module.normaliser.request, "request_")
+    arrays |= modules.moment_arrays(module.normaliser.replica, "replica_")
     arrays["weights"] = scorer.rule_weights.detach().cpu().numpy().astype(np.float64)
     if not module.residual_scale:
         arrays["weights"] = NO_COST.ravel()
-    return arrays | layer_arrays([*hidden, last])
+    return arrays | modules.layer_arrays([*hidden, last])
 
 
 def _normaliser_arrays(normaliser: nn.Module, size: int) -> dict[str, FloatArray]:
-    if not isinstance(normaliser, RunningNormaliser):
+    if not isinstance(normaliser, modules.RunningNormaliser):
         return {"mean": np.zeros(size), "std": np.ones(size)}
-    return moment_arrays(normaliser)
+    return modules.moment_arrays(normaliser)

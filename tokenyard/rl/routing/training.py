@@ -16,6 +16,7 @@ from typing import Any, Literal
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
+from tokenyard.rl import modules
 from tokenyard.rl.algorithms import dqn_config, ppo_config
 from tokenyard.rl.columnar.a2c import A2CConfig
 from tokenyard.rl.columnar.learners import (
@@ -24,12 +25,6 @@ from tokenyard.rl.columnar.learners import (
     SHRINKAGE,
 )
 from tokenyard.rl.columnar.sampling import DEFAULT_SETTINGS, TrainingSettings, with_sampling
-from tokenyard.rl.modules import (
-    RESIDUAL_SCALE,
-    RouterActorCritic,
-    RouterQNetwork,
-    module_spec,
-)
 from tokenyard.rl.routing.equivariant import (
     RULE_WEIGHTS,
     EquivariantActorCritic,
@@ -284,16 +279,16 @@ def scaled(reward: RewardWeights, factor: float) -> RewardWeights:
 
 def _module(algorithm: str, recipe: Recipe, rule_weights: Sequence[float]) -> RLModuleSpec:
     extra = {
-        RESIDUAL_SCALE: recipe.algorithms[algorithm].residual_scale,
+        modules.RESIDUAL_SCALE: recipe.algorithms[algorithm].residual_scale,
         RULE_WEIGHTS: tuple(rule_weights),
     }
     critic, q_network = _MODULES[recipe.network]
     module = q_network if algorithm == "dqn" else critic
-    return module_spec(module, recipe.hidden, **extra)
+    return modules.module_spec(module, recipe.hidden, **extra)
 
 
 _MODULES: dict[str, tuple[type[Any], type[Any]]] = {
-    "flat": (RouterActorCritic, RouterQNetwork),
+    "flat": (modules.RouterActorCritic, modules.RouterQNetwork),
     "equivariant": (EquivariantActorCritic, EquivariantQNetwork),
 }
 

@@ -14,7 +14,7 @@ from tokenyard.rl.routing.export import export_policy
 from tokenyard.rl.routing.rewards import reward_weights
 from tokenyard.rl.routing.training import MARGINAL_DELAY, Recipe, build_config, recipe
 from tokenyard.rl.trainable import TrialConfig
-from tokenyard.rl.training import RllibLearner, SearchTraining, Training
+from tokenyard.rl.training import LocalTraining, RllibLearner, Training
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scenario import RewardWeights, Scenario
@@ -131,7 +131,7 @@ class RoutingTrialConfig(TrialConfig):
         """
         if self.algorithm == "policy_search":
             search = PolicySearch(scenario, self._search_config(scenario), self.seed)
-            return SearchTraining(search, self.generations_per_iteration)
+            return LocalTraining(search, self.generations_per_iteration)
         adapted = self.adapted_recipe(scenario)
         if scenario.fleet is not None and adapted.network == "flat":
             raise ValueError(f"recipe {self.recipe!r} is not for a fleet; choose 'equivariant'")

@@ -6,14 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenyard.routing.observation import (
-    NUM_RUNNING,
-    NUM_SLOTS,
-    NUM_WAITING,
-    TOKENS_IN_FLIGHT,
-    TOKENS_PER_S,
-    unranked_columns,
-)
+from tokenyard.routing import observation as ob
 from tokenyard.routing.policies.cost import LeastCost
 from tokenyard.routing.policies.signals import match_tokens
 from tokenyard.routing.types import ReplicaSnapshot, Request
@@ -22,8 +15,8 @@ from tokenyard.types import FloatArray
 
 def relative_queues(columns: FloatArray) -> FloatArray:
     """Outstanding requests, the one to be placed included, per token per second of full speed."""
-    outstanding = columns[:, NUM_WAITING] + columns[:, NUM_RUNNING]
-    return (outstanding + 1.0) / (columns[:, TOKENS_PER_S] * columns[:, NUM_SLOTS])
+    outstanding = columns[:, ob.NUM_WAITING] + columns[:, ob.NUM_RUNNING]
+    return (outstanding + 1.0) / (columns[:, ob.TOKENS_PER_S] * columns[:, ob.NUM_SLOTS])
 
 
 class LeastConnections(LeastCost):
@@ -31,8 +24,8 @@ class LeastConnections(LeastCost):
 
     def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the outstanding requests of every replica."""
-        columns = unranked_columns(snapshots)
-        return columns[:, NUM_WAITING] + columns[:, NUM_RUNNING]
+        columns = ob.unranked_columns(snapshots)
+        return columns[:, ob.NUM_WAITING] + columns[:, ob.NUM_RUNNING]
 
 
 class WeightedLeastConnections(LeastCost):
@@ -43,7 +36,7 @@ class WeightedLeastConnections(LeastCost):
 
     def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return outstanding requests, this one included, per token per second."""
-        return relative_queues(unranked_columns(snapshots))
+        return relative_queues(ob.unranked_columns(snapshots))
 
 
 class LeastLoaded(LeastCost):
@@ -51,7 +44,7 @@ class LeastLoaded(LeastCost):
 
     def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the tokens in flight of every replica."""
-        return unranked_columns(snapshots)[:, TOKENS_IN_FLIGHT].copy()
+        return ob.unranked_columns(snapshots)[:, ob.TOKENS_IN_FLIGHT].copy()
 
 
 class WeightedLeastLoaded(LeastCost):

@@ -8,17 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenyard.compiled import compiled
-from tokenyard.routing.observation import (
-    ITERATION_S,
-    MAX_CONCURRENCY,
-    NUM_RUNNING,
-    NUM_SLOTS,
-    NUM_WAITING,
-    TOKENS_PER_S,
-    WAIT_S,
-    request_delays,
-    unranked_columns,
-)
+from tokenyard.routing import observation as ob
 from tokenyard.routing.policies.cost import LeastCost
 from tokenyard.routing.types import ReplicaSnapshot, Request
 from tokenyard.types import FloatArray, Slo
@@ -51,7 +41,7 @@ def added_delays(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Floa
 
     As `observation.request_delays` has them.
     """
-    return _delays(request, unranked_columns(snapshots))
+    return _delays(request, ob.unranked_columns(snapshots))
 
 
 def _delays(request: Request, columns: FloatArray) -> FloatArray:
@@ -68,8 +58,8 @@ def _fill_delays(
 ) -> None:
     for i in range(columns.shape[0]):
         row, delays = columns[i], out[i]
-        delays[ADDED_WAIT_S] = row[WAIT_S]
-        first_s, decode_s, others_s = request_delays(
+        delays[ADDED_WAIT_S] = row[ob.WAIT_S]
+        first_s, decode_s, others_s = ob.request_delays(
             row, context_tokens, total_tokens - context_tokens
         )
         delays[ADDED_FIRST_TOKEN_S] = first_s
@@ -85,7 +75,7 @@ def mark_safe(
     Returns:
         How many there are, and which, shape (num_replicas,).
     """
-    columns = unranked_columns(snapshots)
+    columns = ob.unranked_columns(snapshots)
     safe = np.empty(len(columns), dtype=np.bool_)
     context, total = float(request.context_tokens), float(request.predicted_total_tokens)
     return _fill_safe(columns, context, total, float(slo_s), safe), safe
@@ -102,10 +92,10 @@ def _fill_safe(
     num = 0
     for i in range(columns.shape[0]):
         row = columns[i]
-        first_s, decode_s, _ = request_delays(row, context_tokens, total_tokens - context_tokens)
+        first_s, decode_s, _ = ob.request_delays(row, context_tokens, total_tokens - context_tokens)
         out[i] = (
             first_s + decode_s <= slo_s
-            and row[NUM_WAITING] + row[NUM_RUNNING] < row[MAX_CONCURRENCY]
+            and row[ob.NUM_WAITING] + row[ob.NUM_RUNNING] < row[ob.MAX_CONCURRENCY]
         )
         num += out[i]
     return num
@@ -133,7 +123,7 @@ class MarginalDelay(LeastCost):
 
     def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the request's own time and what it delays others by at every replica, seconds."""
-        columns = unranked_columns(snapshots)
+        columns = ob.unranked_columns(snapshots)
         delays, costs = _delays(request, columns), np.empty(len(columns))
         _fill_marginal(columns, delays, self._wait_weight, self._others_weight, costs)
         return costs
@@ -149,7 +139,7 @@ def _fill_marginal(
 ) -> None:
     batches = False
     for i in range(columns.shape[0]):
-        batches = batches or columns[i, ITERATION_S] != 0.0
+        batches = batches or columns[i, ob.ITERATION_S] != 0.0
     for i in range(columns.shape[0]):
         cost = delays[i, ADDED_FIRST_TOKEN_S] + delays[i, ADDED_DECODE_S]
         if batches:
@@ -194,13 +184,13 @@ class FilterDump:
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the least marginal delay of those in time, or the slowest replica."""
-        columns = unranked_columns(snapshots)
+        columns = ob.unranked_columns(snapshots)
         delays = _delays(request, columns)
         done_s = delays[:, ADDED_FIRST_TOKEN_S] + delays[:, ADDED_DECODE_S]
         in_time = done_s <= self._limit_s
         if in_time.any():
             return int(np.where(in_time, done_s + delays[:, ADDED_OTHERS_S], np.inf).argmin())
-        speed = columns[:, TOKENS_PER_S] * columns[:, NUM_SLOTS]
+        speed = columns[:, ob.TOKENS_PER_S] * columns[:, ob.NUM_SLOTS]
         slowest = speed == speed.min()
         return int(np.where(slowest, -delays[:, ADDED_WAIT_S], np.inf).argmin())
 
@@ -215,7 +205,7 @@ class SedReserve:
         """Return the first to be done of the replicas that are open to the request."""
         costs = finish_times_s(request, snapshots)
         if request.predicted_total_tokens > self._above_tokens and len(costs) > 1:
-            costs[unranked_columns(snapshots)[:, TOKENS_PER_S].argmin()] = np.inf
+            costs[ob.unranked_columns(snapshots)[:, ob.TOKENS_PER_S].argmin()] = np.inf
         return int(costs.argmin())
 
 

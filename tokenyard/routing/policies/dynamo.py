@@ -7,13 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenyard.routing.policies.cost import LeastCost, cheapest_of, drawn_by, drawn_of
-from tokenyard.routing.policies.signals import (
-    kv_tokens,
-    match_tokens,
-    prefill_in_flight_tokens,
-    unit_of_load,
-)
+from tokenyard.routing.policies import signals
+from tokenyard.routing.policies.cost import LeastCost, cheapest_of, drawn_of
 from tokenyard.routing.types import ReplicaSnapshot, Request, SnapshotColumns
 from tokenyard.types import FloatArray
 
@@ -27,12 +22,11 @@ class DynamoCost(LeastCost):
     prefill blocks = max(0, (prefill tokens in flight + prompt) / 16 - credit x cached blocks), with
     credit / (1 + decay x (prefill above the least loaded, in prompts)). decode blocks = the
     different blocks of the prompts in flight with this one, from the decision to the last token.
-    Defaults: scale 1, credit 1, decay 0, weight 0, temperature 0 (ties are drawn; above 0, a
-    softmax of minus the cost over its range). Cached blocks are our snapshot's, where Dynamo
-    follows KV events, and there are no host or disk tiers. Where prompts are not counted (a list of
-    snapshots, as of `/v1/route` and of a decision log), decode blocks are those in KV memory with
-    the prompt's: they have outputs in them and lack what waits. How often Dynamo's router decides
-    the same is in docs/results/fidelity.md.
+    Defaults: scale 1, decay 0, weight 0; the credit is 1, and the temperature 0 (ties are drawn).
+    Cached blocks are our snapshot's, where Dynamo follows KV events, and there are no host or disk
+    tiers. Where prompts are not counted (a list of snapshots, as of `/v1/route` and of a decision
+    log), decode blocks are those in KV memory with the prompt's: they have outputs in them and lack
+    what waits. How often Dynamo's router decides the same is in docs/results/fidelity.md.
 
     Source: ai-dynamo/dynamo, lib/kv-router/src/scheduling/selector.rs (01690d4), and
     `KvRouterConfig` of ai-dynamo-runtime 1.6.1.
@@ -44,29 +38,25 @@ class DynamoCost(LeastCost):
         self,
         rng: np.random.Generator,
         prefill_load_scale: float = 1.0,
-        overlap_score_credit: float = 1.0,
         overlap_score_credit_decay: float = 0.0,
         decode_active_request_weight: float = 0.0,
-        router_temperature: float = 0.0,
         by_speed: float = 0.0,
     ) -> None:
         """Draw ties from `rng`; count load `by_speed` where GPUs differ (ours)."""
         self._rng = rng
         self._scale = prefill_load_scale
-        self._credit = overlap_score_credit
         self._decay = overlap_score_credit_decay
         self._request_weight = decode_active_request_weight
-        self._temperature = router_temperature
         self._by_speed = by_speed
 
     def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the cost of every replica, blocks."""
-        least = min(prefill_in_flight_tokens(s) for s in snapshots)
+        least = min(signals.prefill_in_flight_tokens(s) for s in snapshots)
         decode = _decode_blocks(request, snapshots)
         return np.array(
             [
                 self.combined(self._prefill_blocks(request, s, least), blocks, s)
-                * unit_of_load(s, self._by_speed)
+                * signals.unit_of_load(s, self._by_speed)
                 for s, blocks in zip(snapshots, decode, strict=True)
             ]
         )
@@ -79,19 +69,15 @@ class DynamoCost(LeastCost):
     def pick(
         self, costs: FloatArray, request: Request, snapshots: Sequence[ReplicaSnapshot]
     ) -> int:
-        """Return one of the cheapest, drawn, or a draw of the softmax."""
-        least, most = costs.min(), costs.max()
-        if self._temperature == 0.0 or least == most:
-            return drawn_of(cheapest_of(range(len(costs)), costs), self._rng)
-        scaled = (costs - least) / ((most - least) * self._temperature)
-        return drawn_by(range(len(costs)), np.exp(-scaled), self._rng)
+        """Return one of the cheapest, drawn."""
+        return drawn_of(cheapest_of(range(len(costs)), costs), self._rng)
 
     def _prefill_blocks(self, request: Request, snapshot: ReplicaSnapshot, least: float) -> float:
-        in_flight = prefill_in_flight_tokens(snapshot)
+        in_flight = signals.prefill_in_flight_tokens(snapshot)
         blocks = (in_flight + request.context_tokens) / BLOCK_TOKENS
         own = math.ceil(request.context_tokens / BLOCK_TOKENS) or 1
         decay = 1.0 + self._decay * (in_flight - least) / BLOCK_TOKENS / own
-        credit = self._credit / decay * (match_tokens(request, snapshot) // BLOCK_TOKENS)
+        credit = 1.0 / decay * (signals.match_tokens(request, snapshot) // BLOCK_TOKENS)
         return max(0.0, blocks - credit)
 
 
@@ -100,7 +86,9 @@ def _decode_blocks(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> li
         counted: list[float] = snapshots.prompt_blocks(BLOCK_TOKENS).tolist()
         if not math.isnan(counted[0]):
             return counted
-    return [math.ceil((kv_tokens(s) + request.context_tokens) / BLOCK_TOKENS) for s in snapshots]
+    return [
+        math.ceil((signals.kv_tokens(s) + request.context_tokens) / BLOCK_TOKENS) for s in snapshots
+    ]
 
 
 class DynamoLMetric(DynamoCost):

@@ -7,24 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from tokenyard.compiled import compiled
-from tokenyard.routing.observation import (
-    ITERATION_S,
-    NUM_BEFORE,
-    NUM_BEHIND,
-    NUM_RUNNING,
-    NUM_SLOTS,
-    NUM_WAITING,
-    OVERTAKEN_S,
-    unranked_columns,
-)
+from tokenyard.routing import observation as ob
+from tokenyard.routing.policies import delay
 from tokenyard.routing.policies.cost import cheapest
-from tokenyard.routing.policies.delay import (
-    ADDED_DECODE_S,
-    ADDED_FIRST_TOKEN_S,
-    ADDED_OTHERS_S,
-    ADDED_WAIT_S,
-    added_delays,
-)
 from tokenyard.routing.policies.order import Order
 from tokenyard.routing.policies.order_spec import OrderSpec
 from tokenyard.routing.policies.places import QueuePlaces
@@ -61,7 +46,7 @@ class MarginalInOrder:
 
     def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the replica of least cost, with the order key there."""
-        columns, delays = unranked_columns(snapshots), added_delays(request, snapshots)
+        columns, delays = ob.unranked_columns(snapshots), delay.added_delays(request, snapshots)
         delays_s = self._order.delays_s(request, snapshots)
         keys_s = request.arrival_s + delays_s
         self._places.fill(snapshots, keys_s, columns)
@@ -83,13 +68,13 @@ def _fill_costs(
 ) -> None:
     for i in range(columns.shape[0]):
         row = columns[i]
-        wait_s, others_s = delays[i, ADDED_WAIT_S], delays[i, ADDED_OTHERS_S]
-        service_s = delays[i, ADDED_FIRST_TOKEN_S] + delays[i, ADDED_DECODE_S] - wait_s
-        if row[ITERATION_S] > 0.0:
-            known = row[NUM_BEFORE] + row[NUM_BEHIND]
-            outstanding = row[NUM_WAITING] + row[NUM_RUNNING]
-            others_s *= 1.0 - row[NUM_BEFORE] / max(outstanding, known, 1.0)
+        wait_s, others_s = delays[i, delay.ADDED_WAIT_S], delays[i, delay.ADDED_OTHERS_S]
+        service_s = delays[i, delay.ADDED_FIRST_TOKEN_S] + delays[i, delay.ADDED_DECODE_S] - wait_s
+        if row[ob.ITERATION_S] > 0.0:
+            known = row[ob.NUM_BEFORE] + row[ob.NUM_BEHIND]
+            outstanding = row[ob.NUM_WAITING] + row[ob.NUM_RUNNING]
+            others_s *= 1.0 - row[ob.NUM_BEFORE] / max(outstanding, known, 1.0)
         else:
-            others_s = service_s * row[NUM_BEHIND] / row[NUM_SLOTS]
-        wait_s -= row[OVERTAKEN_S]
+            others_s = service_s * row[ob.NUM_BEHIND] / row[ob.NUM_SLOTS]
+        wait_s -= row[ob.OVERTAKEN_S]
         out[i] = wait_weight * wait_s + service_s + others_weight * others_s

@@ -13,14 +13,8 @@ from datetime import datetime
 import numpy as np
 
 from tokenyard.network import Arrays, Network, layers_of
+from tokenyard.routing import observation as ob
 from tokenyard.routing.metadata import ArtifactMetadata
-from tokenyard.routing.observation import (
-    OVERTAKEN_S,
-    encode,
-    observation_size,
-    snapshot_columns,
-    squash,
-)
 from tokenyard.routing.policies.order_spec import OrderSpec, spec_of_weights
 from tokenyard.routing.policies.places import QueuePlaces, order_keys_s
 from tokenyard.routing.scores.linear import looks_at_queues, marginal_scores
@@ -42,38 +36,40 @@ from tokenyard.types import FloatArray
 from tokenyard.workload.features import FeatureTracker
 
 
-class _TablePolicy(ScoringPolicy):
+class TablePolicy(ScoringPolicy):
     """Scores replicas by the table of what is seen of them."""
 
     def __init__(
         self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
     ) -> None:
         self._metadata = metadata
+        self._set_up(arrays, started_at)
+
+    @abstractmethod
+    def _set_up(self, arrays: Arrays, started_at: datetime | None) -> None:
+        """Take the arrays of an artifact, and the calendar time of second 0."""
 
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica and the cost of each, in units of the SLO or the cluster."""
-        self._check(snapshots)
-        columns = snapshot_columns(snapshots)
-        columns[:, OVERTAKEN_S:] = 0.0  # Of the places that another policy looked at.
-        return Decision(*self._decide(request, columns))
+        self.check(snapshots)
+        columns = ob.snapshot_columns(snapshots)
+        columns[:, ob.OVERTAKEN_S :] = 0.0  # Of the places that another policy looked at.
+        return Decision(*self.choose(request, columns))
 
     @abstractmethod
-    def _check(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
+    def check(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
         """Refuse replicas that it does not decide between, with a ValueError."""
 
     @abstractmethod
-    def _decide(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
+    def choose(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
         """The choice, and the cost of every replica of a table with ranks."""
 
 
-class _InOrder(_TablePolicy):
-    """Mixed into one whose artifact has an order: it also says where a request waits."""
+class InOrder(ScoringPolicy):
+    """A policy whose artifact has an order: it also says where a request waits."""
 
-    def __init__(
-        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
-    ) -> None:
-        super().__init__(metadata, arrays, started_at)
-        self._order: FloatArray = np.ascontiguousarray(arrays["order"])
+    def __init__(self, policy: TablePolicy, arrays: Arrays) -> None:
+        self._policy, self._order = policy, order_weights(arrays)
         self._places = QueuePlaces()
         self.sees_queues = "weights" in arrays and looks_at_queues(
             np.ascontiguousarray(arrays["weights"])
@@ -84,13 +80,17 @@ class _InOrder(_TablePolicy):
         """By which rule requests wait; None: by none."""
         return spec_of_weights(self._order)
 
+    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the cheapest replica and the cost of each, without an order key."""
+        return self._policy.decide(request, snapshots)
+
     def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica, the cost of each, and the order key where there is one."""
-        self._check(snapshots)
-        columns = snapshot_columns(snapshots)
+        self._policy.check(snapshots)
+        columns = ob.snapshot_columns(snapshots)
         if self.sees_queues:
             self._places.fill(snapshots, order_keys_s(self._order, request, columns), columns)
-        best, costs = self._decide(request, columns)
+        best, costs = self._policy.choose(request, columns)
         if is_first_come(self._order):
             return Decision(best, costs)
         context = float(request.context_tokens)
@@ -104,24 +104,23 @@ class _InOrder(_TablePolicy):
         return Decision(best, costs, OrderKey(*key))
 
 
-class MarginalPolicy(_TablePolicy):
+class MarginalPolicy(TablePolicy):
     """Least added delay plus a learned correction (`scores.linear.marginal_scores`).
 
     What is for any number of replicas learned on such as batch: others are a ValueError.
     """
 
-    def __init__(
-        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
-    ) -> None:
-        super().__init__(metadata, arrays, started_at)
+    def _set_up(self, arrays: Arrays, started_at: datetime | None) -> None:
         self._weights = np.ascontiguousarray(arrays["weights"], dtype=np.float64)
 
-    def _check(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
+    def check(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
+        """Refuse those that it did not learn between."""
         _check_count(self._metadata.num_replicas, snapshots)
         if self._metadata.num_replicas is None:
             _check_engines(True, snapshots)
 
-    def _decide(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
+    def choose(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
+        """Return the cheapest replica and all costs."""
         costs = np.empty(len(columns))
         best = marginal_scores(
             self._weights,
@@ -135,30 +134,24 @@ class MarginalPolicy(_TablePolicy):
         return best, costs
 
 
-class OrderedMarginalPolicy(_InOrder, MarginalPolicy):
-    """A marginal policy with an order."""
-
-
 def order_weights(arrays: Arrays) -> FloatArray:
     """Return the weights of an artifact's order; first come first served if it has none."""
     weights: FloatArray = np.ascontiguousarray(arrays.get("order", FIRST_COME))
     return weights
 
 
-class _RemembersRequests(_TablePolicy):
+class _RemembersRequests(TablePolicy):
     """One with a network, which knows the sizes of the last requests, as in training.
 
     Other replicas than in training are a ValueError: of servers more or fewer or such as batch, of
     replicas that batch servers.
     """
 
-    def __init__(
-        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
-    ) -> None:
-        super().__init__(metadata, arrays, started_at)
-        self._features = _RequestFeatures(metadata, started_at)
+    def _set_up(self, arrays: Arrays, started_at: datetime | None) -> None:
+        self._features = _RequestFeatures(self._metadata, started_at)
 
-    def _check(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
+    def check(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
+        """Refuse those that it did not learn between."""
         _check_count(self._metadata.num_replicas, snapshots)
         _check_engines(self._metadata.num_replicas is None, snapshots)
 
@@ -166,18 +159,18 @@ class _RemembersRequests(_TablePolicy):
 class NetworkPolicy(_RemembersRequests):
     """A trained network; its costs are minus its preferences."""
 
-    def __init__(
-        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
-    ) -> None:
+    def _set_up(self, arrays: Arrays, started_at: datetime | None) -> None:
+        super()._set_up(arrays, started_at)
+        metadata = self._metadata
         assert metadata.num_replicas is not None
-        super().__init__(metadata, arrays, started_at)
         self._network = Network.from_arrays(arrays, metadata.activation)
-        size = observation_size(metadata.num_replicas, whole=False)
+        size = ob.observation_size(metadata.num_replicas, whole=False)
         self._observation = np.empty(size, dtype=np.float32)
 
-    def _decide(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
+    def choose(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
+        """Return the replica that is preferred and all costs."""
         features = self._features.push(request)
-        encode(
+        ob.encode(
             features, request.context_tokens, request.predicted_total_tokens, columns, False,
             self._observation,
         )  # fmt: skip
@@ -188,10 +181,8 @@ class NetworkPolicy(_RemembersRequests):
 class ResidualPolicy(_RemembersRequests):
     """Least added delay, corrected by a network that scores every replica alike."""
 
-    def __init__(
-        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
-    ) -> None:
-        super().__init__(metadata, arrays, started_at)
+    def _set_up(self, arrays: Arrays, started_at: datetime | None) -> None:
+        super()._set_up(arrays, started_at)
         self._correction = fold(arrays, layers_of(arrays))
         self._player = self._made_for(0)
 
@@ -200,7 +191,8 @@ class ResidualPolicy(_RemembersRequests):
         units = metadata.mean_total_tokens, metadata.slo_response_s
         return make_player(self._correction, num_replicas, *units)
 
-    def _decide(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
+    def choose(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
+        """Return the cheapest replica and all costs."""
         if len(self._player.scores) != len(columns):
             self._player = self._made_for(len(columns))
         best = residual_scores(
@@ -211,14 +203,6 @@ class ResidualPolicy(_RemembersRequests):
             columns,
         )
         return best, self._player.scores.copy()
-
-
-class OrderedNetworkPolicy(_InOrder, NetworkPolicy):
-    """A trained network with an order."""
-
-
-class OrderedResidualPolicy(_InOrder, ResidualPolicy):
-    """A corrected policy with an order."""
 
 
 class _RequestFeatures:
@@ -235,7 +219,7 @@ class _RequestFeatures:
         features = self._tracker.push(
             request.arrival_s, request.context_tokens, request.predicted_total_tokens
         )
-        return squash((features - self._medians) / self._scales)
+        return ob.squash((features - self._medians) / self._scales)
 
 
 def _check_count(trained_on: int | None, snapshots: Sequence[ReplicaSnapshot]) -> None:

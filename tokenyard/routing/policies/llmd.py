@@ -7,18 +7,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tokenyard.routing.policies import signals
 from tokenyard.routing.policies.cost import RoundRobinTies, cheapest_of, drawn_by
 from tokenyard.routing.policies.delay import (
     ADDED_DECODE_S,
     ADDED_FIRST_TOKEN_S,
     added_delays,
-)
-from tokenyard.routing.policies.signals import (
-    kv_used_fraction,
-    match_fraction,
-    miss_tokens,
-    prefill_in_flight_tokens,
-    unit_of_load,
 )
 from tokenyard.routing.types import ReplicaSnapshot, Request
 from tokenyard.types import Slo
@@ -86,15 +80,15 @@ class LlmdSticky:
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the least loaded of the replicas that are kept."""
         kept = prefix_cache_affinity(
-            [match_fraction(request, s) for s in snapshots],
+            [signals.match_fraction(request, s) for s in snapshots],
             range(len(snapshots)),
             self._threshold,
-            lambda i: prefill_in_flight_tokens(snapshots[i]) / PEAK_PREFILL_TOKENS_PER_S,
+            lambda i: signals.prefill_in_flight_tokens(snapshots[i]) / PEAK_PREFILL_TOKENS_PER_S,
             self._max_penalty_s,
         )
         loads = [
-            min(prefill_in_flight_tokens(s) + miss_tokens(request, s), MOST_TOKENS)
-            * unit_of_load(s, self._by_speed)
+            min(signals.prefill_in_flight_tokens(s) + signals.miss_tokens(request, s), MOST_TOKENS)
+            * signals.unit_of_load(s, self._by_speed)
             for s in snapshots
         ]
         return self._turns.one_of(cheapest_of(kept, loads))
@@ -133,8 +127,8 @@ class LlmdBlend:
         """Return the weighted sum of every replica, higher is better."""
         return [
             self._queue_weight * queue
-            + self._kv_weight * (1.0 - kv_used_fraction(s))
-            + self._prefix_weight * match_fraction(request, s)
+            + self._kv_weight * (1.0 - signals.kv_used_fraction(s))
+            + self._prefix_weight * signals.match_fraction(request, s)
             for queue, s in zip(_shortness(self._queues(snapshots)), snapshots, strict=True)
         ]
 
@@ -195,7 +189,7 @@ class LlmdPredictedLatency:
         per_token_s = (self._slo_s - decode_s) / outputs
         headrooms = list(zip((self._slo_s - first_s).tolist(), per_token_s.tolist(), strict=True))
         first_token_s = first_s.tolist().__getitem__
-        fractions = [match_fraction(request, s) for s in snapshots]
+        fractions = [signals.match_fraction(request, s) for s in snapshots]
         kept = list(range(len(snapshots)))
         kept = prefix_cache_affinity(fractions, kept, 0.99, first_token_s, self._max_penalty_s)
         kept = self._tier(kept, headrooms)

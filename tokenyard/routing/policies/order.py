@@ -91,12 +91,7 @@ class Order(ABC):
 
     @abstractmethod
     def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
-        """Return how much later than at its arrival the request takes its place, seconds.
-
-        Args:
-            request: Placed just now.
-            snapshot: Of the replica that it was sent to.
-        """
+        """Return how much later than at its arrival the request takes its place, seconds."""
 
     def delays_s(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """`delay_s` at every replica, shape (num_replicas,)."""

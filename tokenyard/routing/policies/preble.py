@@ -6,15 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tokenyard.routing.policies import signals
 from tokenyard.routing.policies.cost import LeastCost, cheapest_of
 from tokenyard.routing.policies.recent import RecentCost
-from tokenyard.routing.policies.signals import (
-    longest_match,
-    match_fraction,
-    match_tokens,
-    miss_tokens,
-    prefill_token_s,
-)
 from tokenyard.routing.types import ReplicaSnapshot, Request
 from tokenyard.types import FloatArray
 
@@ -40,8 +34,8 @@ class PrebleE2:
         """Return the choice, and add its work to the load."""
         self._recent.forget_until(request.arrival_s)
         costs = [self._cost_s(request, s) for s in snapshots]
-        longest = longest_match(request, snapshots)
-        cached = match_tokens(request, snapshots[longest[0]])
+        longest = signals.longest_match(request, snapshots)
+        cached = signals.match_tokens(request, snapshots[longest[0]])
         exploits = cached > request.context_tokens - cached
         chosen = cheapest_of(longest if exploits else range(len(costs)), costs)[0]
         work_s = _own_s(request, snapshots[chosen])
@@ -49,7 +43,7 @@ class PrebleE2:
         return chosen
 
     def _cost_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
-        token_s, missed = prefill_token_s(snapshot), miss_tokens(request, snapshot)
+        token_s, missed = signals.prefill_token_s(snapshot), signals.miss_tokens(request, snapshot)
         engine = snapshot.engine
         evicted = 0.0
         if engine is not None:
@@ -61,7 +55,7 @@ class PrebleE2:
 def _own_s(request: Request, snapshot: ReplicaSnapshot) -> float:
     """Seconds that the request takes of a replica: what it misses, and its output."""
     outputs = request.predicted_total_tokens - request.context_tokens
-    prefill_s = miss_tokens(request, snapshot) * prefill_token_s(snapshot)
+    prefill_s = signals.miss_tokens(request, snapshot) * signals.prefill_token_s(snapshot)
     return prefill_s + outputs / snapshot.full_tokens_per_s
 
 
@@ -83,7 +77,7 @@ class LoadAware(LeastCost):
         return np.array(
             [
                 self._beta * (s.num_outstanding - mean) / max(1.0, mean)
-                - match_fraction(request, s)
+                - signals.match_fraction(request, s)
                 for s in snapshots
             ]
         )

@@ -6,14 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tokenyard.routing.policies import signals
 from tokenyard.routing.policies.cost import LeastCost
-from tokenyard.routing.policies.signals import (
-    match_tokens,
-    miss_tokens,
-    prefill_in_flight_tokens,
-    prefill_token_s,
-    unit_of_load,
-)
 from tokenyard.routing.types import ReplicaSnapshot, Request
 from tokenyard.types import FloatArray, Slo
 
@@ -36,7 +30,9 @@ class LMetric(LeastCost):
         """Return the product at every replica, token-requests."""
         return np.array(
             [
-                miss_tokens(request, s) * (s.num_outstanding + 1) * unit_of_load(s, self._by_speed)
+                signals.miss_tokens(request, s)
+                * (s.num_outstanding + 1)
+                * signals.unit_of_load(s, self._by_speed)
                 for s in snapshots
             ]
         )
@@ -48,7 +44,7 @@ class LMetric(LeastCost):
         return min(
             range(len(costs)),
             key=lambda i: (
-                costs[i], snapshots[i].num_outstanding, miss_tokens(request, snapshots[i]),
+                costs[i], snapshots[i].num_outstanding, signals.miss_tokens(request, snapshots[i]),
             ),
         )  # fmt: skip
 
@@ -71,8 +67,8 @@ class PendingPrefill(LeastCost):
         """Return the prompt tokens to compute at every replica, the request's own included."""
         return np.array(
             [
-                (prefill_in_flight_tokens(s) + miss_tokens(request, s))
-                * unit_of_load(s, self._by_speed)
+                (signals.prefill_in_flight_tokens(s) + signals.miss_tokens(request, s))
+                * signals.unit_of_load(s, self._by_speed)
                 for s in snapshots
             ]
         )
@@ -121,16 +117,16 @@ class SMetric:
         self._start = (self._start + 1) % num
         queued = [self._queued(request, s) for s in snapshots]
         in_time = [
-            work * prefill_token_s(s) <= self._limit_s
+            work * signals.prefill_token_s(s) <= self._limit_s
             for work, s in zip(queued, snapshots, strict=True)
         ]
-        hits = [match_tokens(request, s) for s in snapshots]
+        hits = [signals.match_tokens(request, s) for s in snapshots]
         kept = max(circle, key=hits.__getitem__)
         if hits[kept] > self._hit_ratio * max(hits) and (in_time[kept] or not any(in_time)):
             return kept
         return min(circle, key=lambda i: queued[i] * snapshots[i].num_outstanding)
 
     def _queued(self, request: Request, snapshot: ReplicaSnapshot) -> float:
-        num_new = miss_tokens(request, snapshot)
+        num_new = signals.miss_tokens(request, snapshot)
         work = num_new * (1.0 + self._c_att * (request.context_tokens - num_new / 2))
-        return prefill_in_flight_tokens(snapshot) + work
+        return signals.prefill_in_flight_tokens(snapshot) + work

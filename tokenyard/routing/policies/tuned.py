@@ -9,13 +9,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from tokenyard.config import FrozenModel
-from tokenyard.routing.observation import (
-    MARGINAL_OTHERS,
-    MARGINAL_OVERTAKEN,
-    MARGINAL_SPARED,
-    MARGINAL_WAIT,
-    NUM_MARGINAL_WEIGHTS,
-)
+from tokenyard.routing import observation as ob
 
 
 class FleetRules(FrozenModel):
@@ -29,17 +23,17 @@ class FleetRules(FrozenModel):
     @property
     def marginal_weights(self) -> tuple[float, ...]:
         """Tuned marginal delay as weights of `scores.linear.marginal_scores`."""
-        weights = [0.0] * NUM_MARGINAL_WEIGHTS
-        weights[MARGINAL_WAIT] = self.wait_weight - 1.0
-        weights[MARGINAL_OTHERS] = self.others_weight - 1.0
+        weights = [0.0] * ob.NUM_MARGINAL_WEIGHTS
+        weights[ob.MARGINAL_WAIT] = self.wait_weight - 1.0
+        weights[ob.MARGINAL_OTHERS] = self.others_weight - 1.0
         return tuple(weights)
 
     @property
     def in_order_weights(self) -> tuple[float, ...]:
         """The placement that knows the order as weights of `scores.linear.marginal_scores`."""
         weights = list(self.marginal_weights)
-        weights[MARGINAL_OVERTAKEN] = -self.wait_weight
-        weights[MARGINAL_SPARED] = -self.others_weight
+        weights[ob.MARGINAL_OVERTAKEN] = -self.wait_weight
+        weights[ob.MARGINAL_SPARED] = -self.others_weight
         return tuple(weights)
 
 

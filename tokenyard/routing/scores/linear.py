@@ -36,27 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenyard.compiled import compiled
-from tokenyard.routing.observation import (
-    ITERATION_S,
-    KV_USED_FRACTION,
-    NUM_BEFORE,
-    NUM_BEHIND,
-    NUM_MARGINAL_FEATURES,
-    NUM_MARGINAL_WEIGHTS,
-    NUM_PLACE_FEATURES,
-    NUM_RULE_FEATURES,
-    NUM_RUNNING,
-    NUM_SCORE_POWERS,
-    NUM_SLO_PRICES,
-    NUM_WAITING,
-    OBSERVATION_LIMIT,
-    OVERTAKEN_S,
-    ROUTABLE,
-    SPEED_RANK,
-    WAIT_S,
-    encode,
-    request_delays,
-)
+from tokenyard.routing import observation as ob
 from tokenyard.types import FloatArray
 
 _TYPICAL_LIMITS = (0.2, 0.025, 0.5, 1.0, 0.2)
@@ -67,7 +47,7 @@ _TYPICAL_LIMITS = (0.2, 0.025, 0.5, 1.0, 0.2)
 @compiled
 def slo_limits(weights: FloatArray) -> tuple[float, float, float, float, float]:
     """Beyond what a choice is risky, by weights of shape (NUM_MARGINAL_SLO_WEIGHTS,)."""
-    w = NUM_MARGINAL_WEIGHTS + NUM_SLO_PRICES
+    w = ob.NUM_MARGINAL_WEIGHTS + ob.NUM_SLO_PRICES
     return (
         _TYPICAL_LIMITS[0] * math.exp(weights[w]),
         _TYPICAL_LIMITS[1] * math.exp(weights[w + 1]),
@@ -110,9 +90,9 @@ def slo_terms(
 def _slo_price(weights: FloatArray, risky: bool, lateness: float, rank: float) -> float:
     price = 0.0
     power = 1.0
-    for p in range(NUM_SCORE_POWERS):
-        w = NUM_MARGINAL_WEIGHTS + p
-        price += power * (risky * weights[w] + lateness * weights[w + NUM_SCORE_POWERS])
+    for p in range(ob.NUM_SCORE_POWERS):
+        w = ob.NUM_MARGINAL_WEIGHTS + p
+        price += power * (risky * weights[w] + lateness * weights[w + ob.NUM_SCORE_POWERS])
         power *= rank
     return price
 
@@ -120,9 +100,9 @@ def _slo_price(weights: FloatArray, risky: bool, lateness: float, rank: float) -
 @compiled
 def looks_at_queues(weights: FloatArray) -> bool:
     """Whether weights of a cost count where a request would stand among those who wait."""
-    for p in range(NUM_SCORE_POWERS):
-        end = (p + 1) * NUM_MARGINAL_FEATURES
-        for w in range(end - NUM_PLACE_FEATURES, end):
+    for p in range(ob.NUM_SCORE_POWERS):
+        end = (p + 1) * ob.NUM_MARGINAL_FEATURES
+        for w in range(end - ob.NUM_PLACE_FEATURES, end):
             if weights[w] != 0.0:
                 return True
     return False
@@ -150,22 +130,22 @@ def marginal_features(
         slo_s: Response-time SLO, seconds.
     """
     excess = (context_tokens + output_tokens) / mean_total_tokens - 1.0
-    first, decode, others = request_delays(row, context_tokens, output_tokens)
-    wait = row[WAIT_S] / slo_s
+    first, decode, others = ob.request_delays(row, context_tokens, output_tokens)
+    wait = row[ob.WAIT_S] / slo_s
     prefill = first / slo_s - wait
     decode /= slo_s
     others /= slo_s
     own = wait + prefill + decode
     before = 0.0
-    if row[ITERATION_S] > 0.0:
-        outstanding = row[NUM_WAITING] + row[NUM_RUNNING]
-        before = row[NUM_BEFORE] / max(outstanding, row[NUM_BEFORE] + row[NUM_BEHIND], 1.0)
-        limited = row[KV_USED_FRACTION]
+    if row[ob.ITERATION_S] > 0.0:
+        outstanding = row[ob.NUM_WAITING] + row[ob.NUM_RUNNING]
+        before = row[ob.NUM_BEFORE] / max(outstanding, row[ob.NUM_BEFORE] + row[ob.NUM_BEHIND], 1.0)
+        limited = row[ob.KV_USED_FRACTION]
     else:
         limited = 1.0 if own > 1.0 else 0.0
     return (
         1.0, wait, prefill, decode, others, own * excess, others * excess, limited,
-        max(own - 1.0, 0.0), row[OVERTAKEN_S] / slo_s, others * before,
+        max(own - 1.0, 0.0), row[ob.OVERTAKEN_S] / slo_s, others * before,
     )  # fmt: skip
 
 
@@ -198,7 +178,7 @@ def marginal_scores(
         Index of the cheapest replica, the first of equals.
     """
     excess = (context_tokens + output_tokens) / mean_total_tokens - 1.0
-    prices_slo = weights.shape[0] > NUM_MARGINAL_WEIGHTS
+    prices_slo = weights.shape[0] > ob.NUM_MARGINAL_WEIGHTS
     limits = slo_limits(weights) if prices_slo else _TYPICAL_LIMITS
     best = 0
     for replica in range(columns.shape[0]):
@@ -208,17 +188,17 @@ def marginal_scores(
         own = wait + prefill + decode
         cost = own + others
         power = 1.0
-        for p in range(NUM_SCORE_POWERS):
-            w = p * NUM_MARGINAL_FEATURES
+        for p in range(ob.NUM_SCORE_POWERS):
+            w = p * ob.NUM_MARGINAL_FEATURES
             correction = 0.0
-            for i in range(NUM_MARGINAL_FEATURES):
+            for i in range(ob.NUM_MARGINAL_FEATURES):
                 correction += weights[w + i] * features[i]
             cost += power * correction
-            power *= row[SPEED_RANK]
+            power *= row[ob.SPEED_RANK]
         if prices_slo:
             risky, lateness = slo_terms(limits, wait, prefill, decode, output_tokens, excess + 1.0)
-            cost += _slo_price(weights, risky, lateness, row[SPEED_RANK])
-        out[replica] = cost if row[ROUTABLE] != 0.0 else math.inf
+            cost += _slo_price(weights, risky, lateness, row[ob.SPEED_RANK])
+        out[replica] = cost if row[ob.ROUTABLE] != 0.0 else math.inf
         if out[replica] < out[best]:
             best = replica
     return best
@@ -249,12 +229,12 @@ def encode_rule(
     """
     saturated = 0
     features = marginal_features(row, context_tokens, output_tokens, mean_total_tokens, slo_s)
-    for i in range(NUM_RULE_FEATURES):
-        value = features[i] if i < NUM_MARGINAL_FEATURES else row[SPEED_RANK]
+    for i in range(ob.NUM_RULE_FEATURES):
+        value = features[i] if i < ob.NUM_MARGINAL_FEATURES else row[ob.SPEED_RANK]
         size = math.log(1.0 + abs(value))
-        if size > OBSERVATION_LIMIT:
+        if size > ob.OBSERVATION_LIMIT:
             saturated += 1
-            size = OBSERVATION_LIMIT
+            size = ob.OBSERVATION_LIMIT
         out[i] = math.copysign(size, value)
     return saturated
 
@@ -286,12 +266,12 @@ def encode_shown(
         How many numbers were beyond OBSERVATION_LIMIT and were set to it.
     """
     num = columns.shape[0] if mean_total_tokens > 0.0 else 0
-    end = out.shape[0] - num * NUM_RULE_FEATURES
+    end = out.shape[0] - num * ob.NUM_RULE_FEATURES
     total_tokens = context_tokens + output_tokens
-    saturated = encode(request_features, context_tokens, total_tokens, columns, whole, out[:end])
+    saturated = ob.encode(request_features, context_tokens, total_tokens, columns, whole, out[:end])
     for replica in range(num):
         saturated += encode_rule(
             columns[replica], context_tokens, output_tokens, mean_total_tokens, slo_s,
-            out[end + replica * NUM_RULE_FEATURES :],
+            out[end + replica * ob.NUM_RULE_FEATURES :],
         )  # fmt: skip
     return saturated

@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 from tokenyard.compiled import compiled
-from tokenyard.routing.observation import (
-    ITERATION_S,
-    NUM_BEFORE,
-    NUM_BEHIND,
-    NUM_SLOTS,
-    OVERTAKEN_S,
-    PREFILL_IN_FLIGHT,
-    TOKENS_PER_S,
-    WAIT_S,
-)
+from tokenyard.routing import observation as ob
 from tokenyard.types import FloatArray
 
 
@@ -29,11 +20,11 @@ def fill_place(row: FloatArray, before: int, behind: int, tokens_behind: float) 
         behind: Requests that would start after it.
         tokens_behind: Prompts of the latter, tokens; of a server the whole requests.
     """
-    row[NUM_BEFORE] = before
-    row[NUM_BEHIND] = behind
-    if row[ITERATION_S] > 0.0:
-        share = min(tokens_behind / max(row[PREFILL_IN_FLIGHT], 1.0), 1.0)
-        row[OVERTAKEN_S] = row[WAIT_S] * share
+    row[ob.NUM_BEFORE] = before
+    row[ob.NUM_BEHIND] = behind
+    if row[ob.ITERATION_S] > 0.0:
+        share = min(tokens_behind / max(row[ob.PREFILL_IN_FLIGHT], 1.0), 1.0)
+        row[ob.OVERTAKEN_S] = row[ob.WAIT_S] * share
     else:
-        work_s = tokens_behind / (row[TOKENS_PER_S] * row[NUM_SLOTS])
-        row[OVERTAKEN_S] = min(work_s, row[WAIT_S])
+        work_s = tokens_behind / (row[ob.TOKENS_PER_S] * row[ob.NUM_SLOTS])
+        row[ob.OVERTAKEN_S] = min(work_s, row[ob.WAIT_S])

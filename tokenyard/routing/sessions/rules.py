@@ -95,11 +95,6 @@ class SessionRule:
         """The numbers in their order, shape (NUM_RULE,)."""
         return np.array(astuple(self), dtype=np.float64)
 
-    @property
-    def without_gate(self) -> SessionRule:
-        """The same rule where nobody is ever held."""
-        return replace(self, full_at=math.inf, most_active=math.inf)
-
 
 _BY_COST = SessionRule(by_running=1.0, decode=1.8, overflow=18.0)
 _PER_TURN = replace(_BY_COST, lease_s=0.0)

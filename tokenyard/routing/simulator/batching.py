@@ -9,22 +9,21 @@ import numpy as np
 
 from tokenyard import metrics
 from tokenyard.routing import observation
-from tokenyard.routing.equivariant import Layout
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.scores.order import FIRST_COME
-from tokenyard.routing.scores.residual import ResidualNetwork, make_player, rule_alone
-from tokenyard.routing.scores.waiting_key import LAST
+from tokenyard.routing.scores.residual import ResidualNetwork, make_player
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel import step as kernel
 from tokenyard.routing.simulator.batching_kernel.fleet import clear
 from tokenyard.routing.simulator.batching_kernel.prompts import prompt_blocks
 from tokenyard.routing.simulator.batching_kernel.view import fill_table
 from tokenyard.routing.simulator.batching_params import fleet_rules, ranks, replica_params
-from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream, fleet_stream
-from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes
+from tokenyard.routing.simulator.batching_streams import Stream, fleet_stream
+from tokenyard.routing.simulator.constant_rate import Outcomes
+from tokenyard.routing.simulator.copies import Actions, Observations, ServerCopies
 from tokenyard.routing.simulator.table import TableSnapshots
-from tokenyard.routing.types import OrderKey, Request, WaitingQueue
+from tokenyard.routing.types import Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
 _EQUALLY_LONG = ("turns", "factors")
@@ -149,12 +148,8 @@ def _of_groups(scenario: Scenario, outcomes: BatchingOutcomes) -> dict[str, floa
     }
 
 
-class BatchingSim:
-    """Independent copies of one fleet, each with its own stream of requests.
-
-    The counterpart of `ClusterSim` for scenarios with a `fleet`; docs/engine.md says what a
-    replica does.
-    """
+class BatchingSim(ServerCopies):
+    """Independent copies of one fleet; docs/engine.md says what a replica does."""
 
     def __init__(
         self,
@@ -171,7 +166,7 @@ class BatchingSim:
             stream_length: Requests in every stream.
             reward: Weights that take the place of the scenario's.
         """
-        self.scenario = scenario
+        super().__init__(scenario, num_copies, whole=True)
         fleet = scenario.required_fleet
         num = scenario.num_servers
         self._params = replica_params(fleet, scenario.server_capacities_tokens_per_s)
@@ -198,50 +193,17 @@ class BatchingSim:
             outcomes=np.zeros((num_copies, stream_length, lay.NUM_OUTCOME)),
             latencies=np.zeros((num_copies, lay.LATENCY_BINS)),
             tables=np.zeros((num_copies, num, observation.NUM_COLUMNS)),
-            asked=np.tile(LAST, (num_copies, 1)),
-            order=FIRST_COME.copy(),
+            asked=self.asked,
+            order=self._order,
             scratch=np.zeros(width),
         )
-        self.rewards = np.zeros(num_copies)
-        size = observation.observation_size(num, whole=True)
-        self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
-        self._shown_for_tokens = 0.0
-        # Asked at every decision, so taken from the scenario once.
-        self.names = scenario.server_names
         total = sum(tenant.weight for tenant in fleet.tenants)
         self.tenants = [(tenant.name, tenant.weight / total) for tenant in fleet.tenants]
-        self.num_weights = observation.NUM_MARGINAL_WEIGHTS
-        """Weights of the linear policy."""
-        self.num_saturated = 0
-        """Observed numbers that hit the documented bound since the simulator was made."""
-
-    def show_rule(self, mean_total_tokens: float) -> None:
-        """Append to observations what a rule's costs are made from (`scores.linear.encode_rule`).
-
-        Args:
-            mean_total_tokens: Typical size of a request, tokens.
-        """
-        self._shown_for_tokens = float(mean_total_tokens)
-        size = Layout(shows_rule=True).size(self.scenario.num_servers)
-        self.observations = np.zeros((len(self.rewards), size), dtype=np.float32)
 
     def load(self, copy: int, stream: Stream) -> None:
         """Empty one copy and give it a stream of `stream_length` requests."""
         stream = fleet_stream(stream)
-        self._make_room(stream)
-        arrays = self.arrays
-        arrays.requests[copy] = stream.requests
-        arrays.turns[copy, : len(stream.turns)] = stream.turns
-        arrays.factors[copy] = stream.factors
-        if arrays.pending.shape[1]:
-            arrays.pending[copy, lay.PENDING_CLIENTS] = stream.num_clients
-        arrays.chains[copy, : len(stream.chains)] = stream.chains
-        arrays.events[copy, :, lay.EVENT_S] = np.inf
-        arrays.events[copy, : len(stream.events)] = stream.events
-        self.clear(copy)
-
-    def _make_room(self, stream: BatchingStream) -> None:
-        """Lengthen the arrays whose length depends on the stream."""
+        # The length of some arrays depends on the stream.
         clients = lay.PENDING_AT + stream.num_clients if stream.num_clients else 0
         for name, axis, needed, fill in (
             ("chains", 1, len(stream.chains), 0),
@@ -262,6 +224,16 @@ class BatchingSim:
             pad[axis] = (0, missing + (0 if name in _EQUALLY_LONG else needed // 8))
             longer = np.pad(old, pad, constant_values=fill)
             self.arrays = self.arrays._replace(**{name: longer})
+        arrays = self.arrays
+        arrays.requests[copy] = stream.requests
+        arrays.turns[copy, : len(stream.turns)] = stream.turns
+        arrays.factors[copy] = stream.factors
+        if arrays.pending.shape[1]:
+            arrays.pending[copy, lay.PENDING_CLIENTS] = stream.num_clients
+        arrays.chains[copy, : len(stream.chains)] = stream.chains
+        arrays.events[copy, :, lay.EVENT_S] = np.inf
+        arrays.events[copy, : len(stream.events)] = stream.events
+        self.clear(copy)
 
     def vary(self, copy: int, randomisation: Randomisation, rng: np.random.Generator) -> None:
         """Draw other hardware and staleness for one copy, which is emptied; until the next draw."""
@@ -285,27 +257,6 @@ class BatchingSim:
         """Ignore the next action of a copy that has just been loaded; it earns 0."""
         self.arrays.clock[copy, lay.SKIP] = 1.0
 
-    def order_next(self, copy: int, key: OrderKey) -> None:
-        """Let the request that waits to be placed wait by a key among those of its priority.
-
-        Lower keys start first, and of equals the one placed first. Without a call it comes last.
-
-        Args:
-            copy: Whose request.
-            key: Its keys are moved to between the arrival and `Scenario.max_overtaking_s` from now.
-        """
-        self.arrays.asked[copy] = key
-
-    def order_by(self, order: FloatArray) -> None:
-        """Let requests that are placed by `step` wait by an order from now on.
-
-        `order_next` goes before it.
-
-        Args:
-            order: Weights (`tokenyard.routing.scores.order`); those of `FIRST_COME` order nothing.
-        """
-        self.arrays.order[:] = order
-
     def step(self, actions: Actions) -> FloatArray:
         """Place every copy's waiting request and run to its next decision.
 
@@ -320,7 +271,9 @@ class BatchingSim:
         Raises:
             ValueError: An action names no replica; nothing has changed.
         """
-        self._check(kernel.step(self.arrays, actions, self.rewards), actions)
+        wrong = kernel.step(self.arrays, actions, self.rewards)
+        if wrong >= 0:
+            raise self._names_none(wrong, actions)
         return self.rewards
 
     def observe(self) -> Observations:
@@ -340,16 +293,16 @@ class BatchingSim:
             self.scenario.slo_response_s,
             self.observations,
         )
-        self._check(wrong, actions)
+        if wrong >= 0:
+            raise self._names_none(wrong, actions)
         self.num_saturated += saturated
         return self.observations, self.rewards
 
-    def _check(self, wrong: int, actions: Actions) -> None:
-        if wrong >= 0:
-            raise ValueError(
-                f"action {actions[wrong]} of copy {wrong} names no replica; "
-                f"choose 0..{self.scenario.num_servers - 1}"
-            )
+    def _names_none(self, wrong: int, actions: Actions) -> ValueError:
+        return ValueError(
+            f"action {actions[wrong]} of copy {wrong} names no replica; "
+            f"choose 0..{self.scenario.num_servers - 1}"
+        )
 
     def drain(self) -> FloatArray:
         """Let every copy finish what it holds, so that all response times are known.
@@ -360,23 +313,11 @@ class BatchingSim:
         kernel.drain(self.arrays, self.rewards)
         return self.rewards
 
-    def run_linear(
-        self, weights: FloatArray, mean_total_tokens: float, order: FloatArray = FIRST_COME
-    ) -> None:
-        """Run all streams to the end under the linear policy (`scores.linear.marginal_scores`).
-
-        Args:
-            weights: Of the policy.
-            mean_total_tokens: Typical size of a request, tokens.
-            order: Weights of an order (`tokenyard.routing.scores.order`).
-        """
-        self.run_residual(rule_alone(weights), mean_total_tokens, order)
-
     def run_residual(
         self, correction: ResidualNetwork, mean_total_tokens: float,
         order: FloatArray = FIRST_COME,
     ) -> None:  # fmt: skip
-        """Run all streams to the end under a corrected policy (`residual_scores`), in an order."""
+        """Run all streams to the end: see `ServerCopies`."""
         num, slo_s = self.scenario.num_servers, self.scenario.slo_response_s
         player = make_player(correction, num, mean_total_tokens, slo_s)
         kernel.run_residual(self.arrays, player, order, self.rewards)

@@ -7,25 +7,20 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from tokenyard import metrics
 from tokenyard.routing import observation
-from tokenyard.routing.equivariant import Layout
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.scores.order import FIRST_COME
-from tokenyard.routing.scores.residual import ResidualNetwork, make_player, rule_alone
-from tokenyard.routing.scores.waiting_key import LAST
+from tokenyard.routing.scores.residual import ResidualNetwork, make_player
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream, token_rows
+from tokenyard.routing.simulator.copies import Actions, Observations, ServerCopies
 from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
 from tokenyard.routing.simulator.table import TableSnapshots
-from tokenyard.routing.types import OrderKey, ReplicaSnapshot, Request, WaitingQueue
+from tokenyard.routing.types import ReplicaSnapshot, Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
-
-Actions = npt.NDArray[np.int64]
-Observations = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -104,11 +99,8 @@ def _max_running(scenario: Scenario) -> int:
     return 1 if scenario.discipline == "serial" else max(s.concurrency for s in scenario.servers)
 
 
-class ClusterSim:
-    """Independent copies of one cluster, each with its own stream of requests.
-
-    Two simulators share nothing, and equal streams and actions give equal bytes.
-    """
+class ClusterSim(ServerCopies):
+    """Independent copies of one cluster, each with its own stream of requests."""
 
     def __init__(
         self,
@@ -125,9 +117,7 @@ class ClusterSim:
             stream_length: Requests in every stream.
             reward: Weights that take the place of the scenario's.
         """
-        self.scenario = scenario
-        # Asked at every decision, so taken from the scenario once.
-        self.names = scenario.server_names
+        super().__init__(scenario, num_copies, whole=False)
         self.params = _server_params(scenario)
         self.rules = _rules(scenario, reward or scenario.reward)
         width = kernel.STATE + 5 * _max_running(scenario) + scenario.queue_limit
@@ -137,27 +127,7 @@ class ClusterSim:
         self.requests = np.zeros((num_copies, stream_length, kernel.NUM_REQUEST))
         self.outcome_table = np.zeros((num_copies, stream_length, kernel.NUM_OUTCOME))
         self.tables = np.zeros((num_copies, num_servers, observation.NUM_COLUMNS))
-        self.asked = np.tile(LAST, (num_copies, 1))
-        self._order = FIRST_COME.copy()
         self._ahead = (np.zeros(width), np.zeros((stream_length, kernel.NUM_OUTCOME)))
-        self.rewards = np.zeros(num_copies)
-        size = observation.observation_size(num_servers, whole=False)
-        self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
-        self._shown_for_tokens = 0.0
-        self.num_weights = observation.NUM_MARGINAL_WEIGHTS
-        """Weights of the linear policy."""
-        self.num_saturated = 0
-        """Observed numbers that hit the documented bound since the simulator was made."""
-
-    def show_rule(self, mean_total_tokens: float) -> None:
-        """Show everything, and last what a rule's costs are made from (`scores.linear`).
-
-        Args:
-            mean_total_tokens: Typical size of a request, tokens.
-        """
-        self._shown_for_tokens = float(mean_total_tokens)
-        size = Layout(shows_rule=True).size(self.scenario.num_servers)
-        self.observations = np.zeros((len(self.rewards), size), dtype=np.float32)
 
     def load(self, copy: int, stream: Stream) -> None:
         """Empty one copy and give it a stream, shape (stream_length, NUM_REQUEST).
@@ -190,27 +160,6 @@ class ClusterSim:
     def skip_next(self, copy: int) -> None:
         """Ignore the next action of a copy that has just been loaded; it earns 0."""
         self.clock[copy, kernel.SKIP] = 1.0
-
-    def order_next(self, copy: int, key: OrderKey) -> None:
-        """Let the request that waits to be placed take a place in its server's queue by a key.
-
-        Lower keys start first, and of equals the one placed first. Without a call it comes last.
-
-        Args:
-            copy: Whose request.
-            key: Its keys are moved to between the arrival and `Scenario.max_overtaking_s` from now.
-        """
-        self.asked[copy] = key
-
-    def order_by(self, order: FloatArray) -> None:
-        """Let requests that are placed by `step` wait by an order from now on.
-
-        `order_next` goes before it.
-
-        Args:
-            order: Weights (`tokenyard.routing.scores.order`); those of `FIRST_COME` order nothing.
-        """
-        self._order = np.array(order, dtype=np.float64)
 
     def step(self, actions: Actions) -> FloatArray:
         """Place every copy's waiting request and run to its next decision.
@@ -272,23 +221,11 @@ class ClusterSim:
         )
         return self.rewards
 
-    def run_linear(
-        self, weights: FloatArray, mean_total_tokens: float, order: FloatArray = FIRST_COME
-    ) -> None:
-        """Run all streams to the end under the linear policy (`scores.linear.marginal_scores`).
-
-        Args:
-            weights: Of the policy.
-            mean_total_tokens: Typical size of a request, tokens.
-            order: Weights of an order (`tokenyard.routing.scores.order`).
-        """
-        self.run_residual(rule_alone(weights), mean_total_tokens, order)
-
     def run_residual(
         self, correction: ResidualNetwork, mean_total_tokens: float,
         order: FloatArray = FIRST_COME,
     ) -> None:  # fmt: skip
-        """Run all streams to the end under a corrected policy (`residual_scores`), in an order."""
+        """Run all streams to the end: see `ServerCopies`."""
         num, slo_s = self.scenario.num_servers, self.scenario.slo_response_s
         kernel.run_residual(
             self.params, self.rules, self.state, self.clock, self.requests, self.outcome_table,

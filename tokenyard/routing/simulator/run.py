@@ -109,12 +109,6 @@ def run_policy(
 ) -> list[Run]:
     """Let a policy decide on every stream.
 
-    Args:
-        scenario: Servers, queue rule and reward.
-        streams: What arrives.
-        factory: Called once per stream.
-        seed: Of the policies' own randomness.
-
     Returns:
         One run per stream, in the order of `streams`.
     """
@@ -127,11 +121,6 @@ def run_policy(
 
 def run_compiled(scenario: Scenario, streams: StreamSet, decide: Decide) -> list[Run]:
     """Let a compiled policy decide on every stream; rewards are not computed.
-
-    Args:
-        scenario: Servers and queue rule.
-        streams: What arrives.
-        decide: Runs all copies of a simulator to the end.
 
     Returns:
         One run per stream, in the order of `streams`.

@@ -58,11 +58,7 @@ DELAY, TUNED_DELAY = "marginal_delay", "tuned_marginal_delay"
 
 
 def order_weights_of(order: Term, tuned: Mapping[str, float] | None = None) -> FloatArray:
-    """Weights of an order in compiled code.
-
-    Args:
-        order: Its name; without knobs of its own those that were tuned count, or its default.
-        tuned: Knobs by name.
+    """Weights of an order in compiled code: by its name's knobs, else those tuned, else defaults.
 
     Raises:
         ValueError: Compiled code does not know the order, or a knob is no number.
@@ -143,34 +139,23 @@ class _Servers:
     def _placement(self, placement: Term, tuned: TunedRules | None) -> Place | None:
         """What runs a placement of `compiled_rules`; None: it is none of them."""
 
-    def compiled_rule(self, name: str, tuned: TunedRules | None = None) -> Decide | None:
-        """What runs one of `compiled_rules`; None: it is none of them.
+    def compiled(self, name: str, tuned: TunedRules | None = None) -> Decide | None:
+        """What runs one of `compiled_rules`, or a placement with an order by size.
+
+        None: no compiled code decides alike. It is a hundred times as fast.
 
         Args:
-            name: Of the placement.
-            tuned: Its parameters; None: those that ship for the scenario.
-
-        Raises:
-            ValueError: It is a tuned one, and none was tuned for the scenario.
-        """
-        rule = RuleName.parse(name)
-        if rule.order is not None:
-            return None
-        place = self._placement(rule.placement, tuned)
-        return None if place is None else partial(place, order=FIRST_COME)
-
-    def compiled_order(self, name: str, tuned: TunedRules | None = None) -> Decide | None:
-        """What runs a placement with an order by size; None: no compiled code decides alike.
-
-        Args:
-            name: The placement is one of `compiled_rules`, or the one that knows the order.
+            name: With an order the placement may be the one that knows the order, too.
             tuned: Its parameters and knobs; None: those that ship for the scenario.
 
         Raises:
             ValueError: It is a tuned one, and none was tuned for the scenario.
         """
         rule = RuleName.parse(name)
-        if rule.order is None or rule.order.base not in ORDER_WEIGHTS:
+        if rule.order is None:
+            place = self._placement(rule.placement, tuned)
+            return None if place is None else partial(place, order=FIRST_COME)
+        if rule.order.base not in ORDER_WEIGHTS:
             return None
         tuned = tuned or find_tuned(self.scenario.name)
         as_tuned = str(rule.ordered(Term(rule.order.base)))
@@ -219,9 +204,8 @@ class _Servers:
         tuned = find_tuned(self.scenario.name)
         if tuned is None:
             return {}
-        rules = {name: self.compiled_rule(name) for name in self.compiled_rules} | {
-            str(rule): self.compiled_order(str(rule), tuned)
-            for rule in _with_every_knob(tuned.orders)
+        rules = {name: self.compiled(name) for name in self.compiled_rules} | {
+            str(rule): self.compiled(str(rule), tuned) for rule in _with_every_knob(tuned.orders)
         }
         return {name: decide for name, decide in rules.items() if decide is not None}
 

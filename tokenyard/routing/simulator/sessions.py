@@ -84,11 +84,6 @@ class SessionRun:
         return np.asarray(self.outcomes[:, lay.OUT_FIRST_S] - self.outcomes[:, lay.OUT_READY_S])
 
     @property
-    def e2e_s(self) -> FloatArray:
-        """From a turn's readiness to the end of its answer."""
-        return np.asarray(self.outcomes[:, lay.OUT_FINISH_S] - self.outcomes[:, lay.OUT_READY_S])
-
-    @property
     def hold_s(self) -> FloatArray:
         """How long a turn was held at the gateway."""
         return np.asarray(self.outcomes[:, lay.OUT_ADMITTED_S] - self.outcomes[:, lay.OUT_READY_S])

@@ -72,10 +72,8 @@ class StreamSet:
     """Whether the scenario's workload model drew them."""
     offered_load: float = math.nan
     """Share of what the servers can do that is asked of them, as if nothing were cached."""
-    has_prefixes: bool = False
-    """Whether prompts may be cached, so that less is asked of the servers than `offered_load`."""
     warm_load: float = math.nan
-    """The same as if all that sessions repeat were cached."""
+    """The same as if all that sessions repeat were cached; NaN: prompts share nothing."""
 
     def __len__(self) -> int:
         """How many streams."""
@@ -220,13 +218,10 @@ def synthetic_streams(
     ]
     origin = f"synthetic ({_traffic(source, load_factor)})"
     load = load_factor * source.offered_load
-    if source.scenario.sessions is None:
-        return StreamSet(requests, origin, is_synthetic=True, offered_load=load)
-    warm_load = source.scenario.warm_load(load_factor * source.rate_per_s)
-    return StreamSet(
-        requests, origin, is_synthetic=True, offered_load=load, has_prefixes=True,
-        warm_load=warm_load,
-    )  # fmt: skip
+    warm_load = math.nan
+    if source.scenario.sessions is not None:
+        warm_load = source.scenario.warm_load(load_factor * source.rate_per_s)
+    return StreamSet(requests, origin, is_synthetic=True, offered_load=load, warm_load=warm_load)
 
 
 def _traffic(source: StreamSource, load_factor: float) -> str:

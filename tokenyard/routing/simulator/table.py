@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import overload
 
 import numpy as np
 
@@ -78,12 +77,7 @@ class TableSnapshots(SnapshotColumns):
         """Number of replicas."""
         return len(self._offered)
 
-    @overload
-    def __getitem__(self, at: int) -> ReplicaSnapshot: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[ReplicaSnapshot]: ...
-    def __getitem__(self, at: int | slice) -> ReplicaSnapshot | list[ReplicaSnapshot]:
-        """A snapshot, or a list of some."""
+    def _snapshot(self, at: int) -> ReplicaSnapshot:
         return self._made[at]
 
     def __iter__(self) -> Iterator[ReplicaSnapshot]:

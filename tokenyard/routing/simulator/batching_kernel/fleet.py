@@ -6,14 +6,8 @@ import math
 
 from tokenyard.compiled import compiled, compiled_inline
 from tokenyard.routing.simulator import rewards as pay
+from tokenyard.routing.simulator.batching_kernel import clients
 from tokenyard.routing.simulator.batching_kernel import layout as lay
-from tokenyard.routing.simulator.batching_kernel.clients import (
-    ask_again,
-    begin_sessions,
-    earliest_end,
-    soonest_client,
-    take_client,
-)
 from tokenyard.routing.simulator.batching_kernel.iteration import advance, begin
 from tokenyard.routing.simulator.batching_kernel.layout import pages_of, replica_of
 from tokenyard.routing.simulator.batching_kernel.prefix_cache import keeps_times
@@ -62,7 +56,7 @@ def clear(fleet, copy):
     outcomes[:, lay.SERVER] = -1.0
     outcomes[:, lay.FIRST_TOKEN_S] = math.nan
     outcomes[:, lay.FINISH_S] = math.nan
-    begin_sessions(fleet.requests[copy], fleet.turns[copy], fleet.pending[copy])
+    clients.begin_sessions(fleet.requests[copy], fleet.turns[copy], fleet.pending[copy])
     find_decision(fleet, copy)
 
 
@@ -153,7 +147,7 @@ def requeue(fleet, copy, index, now):
     outcomes = fleet.outcomes[copy]
     if outcomes[index, lay.ATTEMPTS] > fleet.rules[lay.MAX_RETRIES]:
         outcomes[index, lay.SERVER] = -1.0
-        ask_again(fleet.requests[copy], fleet.turns[copy], fleet.pending[copy], index, now)
+        clients.ask_again(fleet.requests[copy], fleet.turns[copy], fleet.pending[copy], index, now)
         return False
     clock = fleet.clock[copy]
     size = fleet.retries.shape[1]
@@ -273,7 +267,7 @@ def _run_towards(fleet, copy, until):
         return False
     earliest = math.inf
     for server in range(fleet.replica_params.shape[1]):
-        earliest = min(earliest, earliest_end(replica_of(fleet, copy, server)))
+        earliest = min(earliest, clients.earliest_end(replica_of(fleet, copy, server)))
     if earliest >= until:
         return False
     for server in range(fleet.replica_params.shape[1]):
@@ -293,7 +287,7 @@ def find_decision(fleet, copy):
         arrival = math.inf
         place = -1
         if closed:
-            place, arrival = soonest_client(requests, pending)
+            place, arrival = clients.soonest_client(requests, pending)
         elif clock[lay.NEXT] < requests.shape[0]:
             arrival = requests[int(clock[lay.NEXT]), lay.DISPATCH_S]
         retry = math.inf
@@ -320,11 +314,11 @@ def find_decision(fleet, copy):
             if requests[retried, lay.ABANDON_S] <= retry:
                 outcomes[retried, lay.GAVE_UP] = 1.0
                 outcomes[retried, lay.SERVER] = -1.0
-                ask_again(requests, fleet.turns[copy], pending, retried, retry)
+                clients.ask_again(requests, fleet.turns[copy], pending, retried, retry)
                 continue
             clock[lay.CURRENT] = retried
         elif closed:
-            clock[lay.CURRENT] = take_client(pending, place)
+            clock[lay.CURRENT] = clients.take_client(pending, place)
         else:
             clock[lay.CURRENT] = clock[lay.NEXT]
             clock[lay.NEXT] += 1.0

@@ -6,6 +6,7 @@ import math
 
 from tokenyard.compiled import compiled, compiled_inline
 from tokenyard.routing.simulator.batching_kernel import layout as lay
+from tokenyard.routing.simulator.batching_kernel import sequences
 from tokenyard.routing.simulator.batching_kernel.layout import pages_of, pages_per_block, phase_at
 from tokenyard.routing.simulator.batching_kernel.prefix_cache import (
     hit_blocks,
@@ -17,17 +18,6 @@ from tokenyard.routing.simulator.batching_kernel.queue import (
     enqueue,
     set_back_late,
     waiting_at,
-)
-from tokenyard.routing.simulator.batching_kernel.sequences import (
-    abandon_impatient,
-    complete_all,
-    count_latency,
-    end_prefill,
-    generated_tokens,
-    remove_decoding,
-    remove_prefilling,
-    routers_receive,
-    update_min_finish,
 )
 
 
@@ -41,18 +31,18 @@ def end_iteration(replica):
         row[lay.STEP] += 1.0
         row[lay.KV_SUM] += decoding
         if replica.real:
-            routers_receive(replica, 1.0)
+            sequences.routers_receive(replica, 1.0)
     which = 0
     while which < int(row[lay.PREFILLING]):
         at = int(replica.rules[lay.PREFILL_AT]) + lay.PREFILL_FIELDS * which
         row[at + lay.P_TO_PREFILL] -= row[at + lay.P_CHUNK]
         row[at + lay.P_KV] += row[at + lay.P_CHUNK]
         if row[at + lay.P_TO_PREFILL] == 0.0:
-            end_prefill(replica, which, now)
+            sequences.end_prefill(replica, which, now)
         else:
             which += 1
     if row[lay.MIN_FINISH] <= row[lay.STEP]:
-        complete_all(replica, now)
+        sequences.complete_all(replica, now)
 
 
 @compiled
@@ -79,16 +69,16 @@ def _preempt_one(replica, now):
     if decodes:
         at = int(rules[lay.DECODE_AT]) + lay.DECODE_FIELDS * victim
         index = int(row[at + lay.D_INDEX])
-        generated = generated_tokens(replica, at)
+        generated = sequences.generated_tokens(replica, at)
         if replica.real:
             replica.outcomes[index, lay.LAST_TOKEN_S] = now
-        remove_decoding(replica, victim)
-        update_min_finish(row, rules)
+        sequences.remove_decoding(replica, victim)
+        sequences.update_min_finish(row, rules)
     else:
         at = int(rules[lay.PREFILL_AT]) + lay.PREFILL_FIELDS * victim
         index = int(row[at + lay.P_INDEX])
         generated = row[at + lay.P_GENERATED]
-        remove_prefilling(replica, victim)
+        sequences.remove_prefilling(replica, victim)
     enqueue(replica, index, generated, -math.inf, math.inf, math.inf, -math.inf)
     if replica.real:
         replica.outcomes[index, lay.PREEMPTIONS] += 1.0
@@ -221,7 +211,7 @@ def _account_work(replica, iterations, prefill, decoding, kv, duration):
     row[lay.TAKES_S] = duration
     row[lay.TAKES_J] = joules
     if replica.real and decoding > 0.0:
-        count_latency(replica, duration / iterations, decoding)
+        sequences.count_latency(replica, duration / iterations, decoding)
 
 
 @compiled
@@ -279,7 +269,7 @@ def _skip_ahead(replica, now, until):
     row[lay.STEP] += steps
     row[lay.KV_SUM] += steps * decoding
     if replica.real:
-        routers_receive(replica, steps)
+        sequences.routers_receive(replica, steps)
     return now + duration
 
 
@@ -291,7 +281,7 @@ def begin(replica, now, until):
     rules = replica.rules
     while True:
         if row[lay.NEXT_ABANDON_S] <= now:
-            abandon_impatient(replica, now)
+            sequences.abandon_impatient(replica, now)
         if row[lay.PREFILLING] > 0.0 or row[lay.DECODING] == 0.0 or _admission(replica, now)[0]:
             break
         later = _skip_ahead(replica, now, until)
@@ -385,7 +375,7 @@ def _keep_decoding(replica, until):
     row[lay.KV_SUM] = kv
     row[lay.UNTIL_S] = now + skipped_s + base
     if replica.real:
-        routers_receive(replica, 1.0 + steps)
+        sequences.routers_receive(replica, 1.0 + steps)
     return True
 
 

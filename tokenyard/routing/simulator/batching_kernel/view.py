@@ -7,7 +7,6 @@ from tokenyard.routing import observation as ob
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.layout import replica_of
 from tokenyard.routing.simulator.batching_kernel.prefix_cache import (
-    hit_blocks,
     keeps_times,
     num_chained,
 )
@@ -103,18 +102,6 @@ def _fill_row(replica, index, now, out):
     out[ob.OVERTAKEN_S] = 0.0
     out[ob.NUM_BEFORE] = 0.0
     out[ob.NUM_BEHIND] = 0.0
-
-
-@compiled_inline
-def fill_match(fleet, copy, server):
-    """Write of one replica only how much it has of the current request's prefix."""
-    replica = replica_of(fleet, copy, server)
-    index = int(fleet.clock[copy, lay.CURRENT])
-    if keeps_times(replica):
-        blocks = _believed_blocks(replica, index)
-    else:
-        blocks = hit_blocks(replica, index)
-    fleet.tables[copy, server, ob.MATCH_TOKENS] = blocks * replica.rules[lay.BLOCK_TOKENS]
 
 
 @compiled

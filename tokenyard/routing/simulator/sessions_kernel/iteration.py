@@ -9,15 +9,7 @@ from tokenyard.routing.sessions import rules as ru
 from tokenyard.routing.sessions.index import waiting_key
 from tokenyard.routing.simulator.batching_kernel.iteration import time_of
 from tokenyard.routing.simulator.sessions_kernel import layout as lay
-from tokenyard.routing.simulator.sessions_kernel.memory import (
-    forget,
-    hit_tokens,
-    is_pinned,
-    keep,
-    settle,
-    store_on_host,
-    take,
-)
+from tokenyard.routing.simulator.sessions_kernel import memory
 
 
 @compiled
@@ -25,7 +17,7 @@ def end_iterations(world, replica):
     """Hand out the tokens of the iterations in progress; returns whether a turn ended."""
     row = world.replicas[replica]
     now = row[lay.UNTIL_S]
-    settle(world, replica, now, True)
+    memory.settle(world, replica, now, True)
     decoding = row[lay.DECODING]
     row[lay.STEP] += row[lay.STEPS]
     row[lay.KV_SUM] += row[lay.STEPS] * decoding
@@ -100,7 +92,7 @@ def _end_turn(world, replica, which, now):
     row[lay.DECODING] -= 1.0
     row[lay.KV_SUM] -= held
     _remove(world, replica, which)
-    keep(world, replica, index, held, now)
+    memory.keep(world, replica, index, held, now)
     outcome = world.outcomes[turn]
     outcome[lay.OUT_FINISH_S] = now
     session[lay.ATTAINED] += world.turns[turn, lay.ANSWER] + outcome[lay.OUT_PREFILLED]
@@ -112,12 +104,12 @@ def _end_turn(world, replica, which, now):
         session[lay.MARKED] = 0.0
         session[lay.DUE_S] = math.inf
         if world.rule[ru.KNOWS_ENDS] > 0.0:
-            forget(world, index)
+            memory.forget(world, index)
             leave(world, index)
         return
     session[lay.STATE] = lay.TOOL
     session[lay.TOOL_END_S] = now + world.turns[turn, lay.TOOL_S]
-    store_on_host(world, replica, index, held)
+    memory.store_on_host(world, replica, index, held)
     if session[lay.MARKED] > 0.0 or world.rule[ru.LEASE_S] <= 0.0:
         session[lay.MARKED] = 0.0
         session[lay.ACTIVE] = 0.0
@@ -146,7 +138,7 @@ def _preempt(world, replica, now):
         row[lay.DECODING] -= 1.0
         row[lay.KV_SUM] -= computed
     row[lay.RUNNING] -= 1.0
-    keep(world, replica, index, computed, now)
+    memory.keep(world, replica, index, computed, now)
     world.waiting[replica, int(row[lay.WAITING])] = index
     row[lay.WAITING] += 1.0
     session[lay.STATE] = lay.QUEUED
@@ -166,7 +158,7 @@ def _first_waiting(world, replica):
         session = world.sessions[index]
         key = -1e18
         if session[lay.PREEMPTED] == 0.0:
-            hit = hit_tokens(world, replica, index, session[lay.TOKENS])[1]
+            hit = memory.hit_tokens(world, replica, index, session[lay.TOKENS])[1]
             turn = world.turns[int(session[lay.FIRST_TURN] + session[lay.TURN])]
             key = waiting_key(
                 world.rule, session[lay.READY_S], session[lay.ARRIVAL_S],
@@ -186,7 +178,7 @@ def _pinned_tokens(world, replica, index):
     if world.rule[ru.PINNED] > 0.0:
         for place in range(1, world.live[0] + 1):
             other = world.live[place]
-            if other != index and is_pinned(world, replica, other):
+            if other != index and memory.is_pinned(world, replica, other):
                 pinned += world.kv[replica, other, lay.CACHED]
     return pinned
 
@@ -204,10 +196,10 @@ def _admit(world, replica, budget, now):
         row[lay.RUNNING] > 0.0 or pinned == 0.0
     ):
         return -1.0, 0.0, 0.0
-    cached, hit = hit_tokens(world, replica, index, length)
+    cached, hit = memory.hit_tokens(world, replica, index, length)
     row[lay.IDLE] -= world.kv[replica, index, lay.CACHED]
     world.kv[replica, index, lay.CACHED] = 0.0
-    take(world, replica, length, now)
+    memory.take(world, replica, length, now)
     row[lay.WAITING] -= 1.0
     for later in range(place, int(row[lay.WAITING])):
         world.waiting[replica, later] = world.waiting[replica, later + 1]
@@ -240,7 +232,7 @@ def begin_iterations(world, replica, now):
         preempted = True
     decoding = row[lay.DECODING]
     kv_read = row[lay.KV_SUM]
-    take(world, replica, decoding, now)
+    memory.take(world, replica, decoding, now)
     budget = row[lay.TOKEN_BUDGET] - decoding
     prefill = 0.0
     loaded = 0.0

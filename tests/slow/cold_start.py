@@ -1,29 +1,18 @@
-"""Cold start: a router that learns the speeds of its replicas, beside one that was told them.
+"""A router that learns the speeds of its replicas from nothing, beside one that was told them.
 
-    python benchmarks/online_model.py --draws 100 --json online_model.json
-
-Each draw is a fleet of 4, 16 or 64 replicas at load 0.7 whose speeds differ by up to 8 : 1. The
-same requests are placed by the same rule with the true speeds, with speeds that are learned from
-nothing (`tokenyard.perf.online`), and by least load. `--event slow` halves the speed of the fastest
-replica after ten minutes, `--event swap` exchanges the speeds of the fastest and the slowest.
+Each draw is a fleet whose speeds differ by up to 8 : 1, at load 0.7. The same requests are placed
+by the same rule with the true speeds, with those that are learned (`tokenyard.perf.online`), and by
+least load.
 """
 
 from __future__ import annotations
 
-import sys
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
-import tyro
-from rich import box
-from rich.table import Table
 
 from tokenyard.perf.online import BatchLimitEstimator, PoolEstimator
 from tokenyard.problem import Row
-from tokenyard.provenance import ResultFile, report
 from tokenyard.routing import observation as ob
 from tokenyard.routing.fleet import Fleet, MeasuredReplica, ReplicaConfig
 from tokenyard.routing.policies.backlog import LeastLoaded
@@ -35,7 +24,6 @@ from tokenyard.routing.simulator.batching_streams import BatchingStream, fleet_s
 from tokenyard.routing.simulator.streams import StreamSource
 from tokenyard.types import FloatArray
 
-_SIZES = (4, 16, 64)
 _GPUS = ("a10g", "l4", "l40s_vllm", "a100_80g_sxm", "h100_sxm")
 _FASTEST = 8.0
 _LOOK_S = 1.0
@@ -48,26 +36,7 @@ _EVENT_S = 600.0
 Event = Literal["none", "slow", "swap"]
 
 
-@dataclass(frozen=True)
-class Args:
-    """Compare learned speeds with true ones."""
-
-    draws: int = 100
-    """Fleets; their sizes are 4, 16 and 64 in turn."""
-    sizes: tuple[int, ...] = _SIZES
-    minutes: int = 35
-    """Of traffic."""
-    load: float = 0.7
-    event: Event = "none"
-    """What happens to the replicas after ten minutes."""
-    workers: int = 1
-    """Processes."""
-    seed: int = 0
-    json: ResultFile | None = None
-    """Where to write the rows."""
-
-
-def draw_fleet(rng: np.random.Generator, num: int, load: float) -> Scenario:
+def draw_fleet(rng: np.random.Generator, num: int) -> Scenario:
     """Draw replicas of one model, whose speeds differ by up to 8 : 1, and their traffic."""
     gpu = str(rng.choice(_GPUS))
     model = "internlm_20b" if gpu.startswith(("a100", "h100")) else "llama3_8b"
@@ -92,7 +61,7 @@ def draw_fleet(rng: np.random.Generator, num: int, load: float) -> Scenario:
     return Scenario(
         name="drawn", description="Replicas of unknown speeds.", fleet=fleet,
         workload=str(rng.choice(["azure_conv", "azure_code"])),
-        arrivals=Arrivals(process="poisson", load=load), output_length="by_context",
+        arrivals=Arrivals(process="poisson", load=0.7), output_length="by_context",
         slo_response_s=20.0, reward=NO_REWARD,
     )  # fmt: skip
 
@@ -248,77 +217,19 @@ def change(params: FloatArray, event: Event) -> None:
         times[[fastest, slowest]] = times[[slowest, fastest]]
 
 
-def compare(draw: int, args: Args) -> list[Row]:
-    """Play one draw; one row per minute of arrival."""
-    num = args.sizes[draw % len(args.sizes)]
-    rng = np.random.default_rng([args.seed, draw])
-    scenario = draw_fleet(rng, num, args.load)
+def compare(draw: int, replicas: int, minutes: int, event: Event) -> list[Row]:
+    """Play one draw; one row per minute of arrival. The event comes after ten minutes."""
+    rng = np.random.default_rng([0, draw])
+    scenario = draw_fleet(rng, replicas)
     rate = scenario.rate_per_s(sum(scenario.mean_lengths_tokens))
-    requests = int(rate * args.minutes * 60)
+    requests = int(rate * minutes * 60)
     stream = fleet_stream(StreamSource(scenario).sample(requests, rng))
     minute = (stream.requests[:, lay.ARRIVAL_S] // 60).astype(int)
     rules = ("told", "learned", "least_loaded")
-    responses = {rule: play(scenario, stream, rule, args.event) for rule in rules}
+    responses = {rule: play(scenario, stream, rule, event) for rule in rules}
     return [
-        {"draw": draw, "replicas": num, "minute": one, "requests": int((minute == one).sum())}
+        {"draw": draw, "minute": one, "requests": int((minute == one).sum())}
         | {f"{rule}_mean_s": float(np.nanmean(responses[rule][minute == one])) for rule in rules}
-        for one in range(args.minutes)
+        for one in range(minutes)
         if (minute == one).any()
     ]
-
-
-def main(args: Args) -> None:
-    rows: list[Row] = []
-    with ProcessPoolExecutor(args.workers) as pool:
-        for number, found in enumerate(pool.map(partial(compare, args=args), range(args.draws)), 1):
-            rows += found
-            print(f"{number} draws", file=sys.stderr, flush=True)
-    report(table(rows, args), rows, args.json, args.seed)
-
-
-def table(rows: list[Row], args: Args) -> Table:
-    """By stretches of minutes: how much longer responses are than those of the others."""
-    found = Table(
-        "minutes", "replicas", "draws", "learned / told", "worst draw", "learned / least load",
-        "worst minute, mean over draws", box=box.SIMPLE_HEAD,
-    )  # fmt: skip
-    for low, high in ((0, 1), (1, 5), (5, 10), (10, 15), (15, 30), (30, 35), (0, 30)):
-        for num in (*args.sizes, None):
-            some = [r for r in rows if low <= r["minute"] < high and num in (None, r["replicas"])]
-            if not some:
-                continue
-            ratios = {rule: [] for rule in ("told_mean_s", "least_loaded_mean_s")}
-            for draw in sorted({r["draw"] for r in some}):
-                mine = [r for r in some if r["draw"] == draw]
-                for rule, values in ratios.items():
-                    total = [
-                        sum(r[key] * r["requests"] for r in mine)
-                        for key in ("learned_mean_s", rule)
-                    ]
-                    values.append(total[0] / total[1])
-            minutes = sorted({r["minute"] for r in some})
-            worst = max(
-                np.mean(
-                    [
-                        r["learned_mean_s"] / r["least_loaded_mean_s"]
-                        for r in some
-                        if r["minute"] == one
-                    ]
-                )
-                for one in minutes
-            )
-            told = np.array(ratios["told_mean_s"])
-            found.add_row(
-                f"{low}-{high}",
-                str(num or "all"),
-                str(len(told)),
-                f"{told.mean() - 1:+.1%}",
-                f"{told.max() - 1:+.1%}",
-                f"{np.mean(ratios['least_loaded_mean_s']) - 1:+.1%}",
-                f"{worst - 1:+.1%}",
-            )
-    return found
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
