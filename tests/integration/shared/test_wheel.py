@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("envs", "pipelines", "serve_app", "tune_configs")
-DATA = (".yaml", ".json", ".npz", ".html", ".csv", ".typed")
+DATA = (".yaml", ".json", ".npz", ".html", ".css", ".js", ".csv", ".typed")
 LARGEST_BYTES = 400e6
 USER = """
 import sys
