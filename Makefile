@@ -181,6 +181,9 @@ demo: .venv/.engines ## Three policies route live traffic over an emulated fleet
 mlflow: .venv/.core ## Look at the sweeps on http://127.0.0.1:5000; it prints the page of the last one.
 	$(BIN)/python -m tune_configs.mlflow_server $(STORAGE)
 
+figures: .venv/.dev .venv/.engines ## Record README's picture anew: needs chromium and its driver; three minutes.
+	$(BIN)/python docs/figures/record_console.py
+
 bench: .venv/.dev ## How fast it is, beside a peer, in one run.
 	$(BIN)/python benchmarks/env_throughput.py
 	$(BIN)/python benchmarks/decision_latency.py

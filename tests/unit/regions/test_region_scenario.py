@@ -68,7 +68,7 @@ def test_table_latencies_are_scaled_to_their_mean_and_geographic_ones_are_light_
 def test_without_topohub_its_topologies_are_refused_with_the_command_that_brings_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "topohub", None)
     load_topology.cache_clear()
-    with pytest.raises(ValueError, match=r"pip install 'tokenyard\[topologies\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'tokenyard\[train\]'"):
         load_topology("sndlib/abilene")
 
 
