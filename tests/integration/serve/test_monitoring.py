@@ -116,7 +116,7 @@ def test_every_question_of_the_dashboard_has_an_answer_where_there_was_traffic(s
     assert without <= {
         "Errors", "Refused", "Refused by reason", "Fallbacks by reason", "Sessions", "GPU",
         "GPU power", "Network", "Requests by tenant", "Tokens by tenant", "Refused by tenant",
-        "CPU and memory", "Retries, ejections, failed scrapes",
+        "CPU and memory", "Retries, ejections, failed scrapes", "Replicas recommended",
     }  # fmt: skip
 
 
