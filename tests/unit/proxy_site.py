@@ -264,7 +264,7 @@ class ProxySite:
         assert asyncio.all_tasks() == {asyncio.current_task()}
         assert not self.site.deliveries
         assert not any(self.loads.values())
-        assert self.value("in_flight", pool="theirs") in (None, 0.0)
+        assert self.value("requests_in_flight", pool="theirs") in (None, 0.0)
 
     def rows(self):
         """Rows of the decision log, oldest first."""

@@ -12,7 +12,7 @@ LONG = (*(an_event("word ") for _ in range(39)), an_event("", "stop"), DONE)
 
 def predicted(gateway):
     """Output that the last decision was based on, tokens."""
-    request = gateway.history._decisions[-1].choice.request
+    request = gateway.history._decisions[-1][2].request
     return request.predicted_total_tokens - request.context_tokens
 
 

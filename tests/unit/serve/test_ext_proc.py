@@ -44,7 +44,7 @@ def test_a_pick_is_in_header_and_metadata_with_those_that_stand_in_for_it():
         assert sorted(first.placed) == [A, B, C]
         assert first.set_headers.keys() == {DESTINATION, DECISION}
         assert site.loads == {A: 0, B: 0, C: 0} | {first.placed[0]: 1}
-        assert site.value("in_flight", pool="theirs") == 1.0
+        assert site.value("requests_in_flight", pool="theirs") == 1.0
         second = await site.ask()
         assert first.placed[0] not in second.placed[:2]  # The costs say so.
         first.say(*an_answer())
