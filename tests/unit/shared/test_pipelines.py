@@ -138,7 +138,15 @@ def test_the_console_script_is_the_command_that_is_tested_here(monkeypatch):
     assert begun == [1]
 
 
-def test_a_package_that_is_not_there_is_found_in_the_extras():
+def test_a_package_that_is_not_there_is_found_in_the_extras(monkeypatch):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    # As an installed package lists them.
+    lines = [
+        f'{requirement}; extra == "{extra}"'
+        for extra, requirements in project["optional-dependencies"].items()
+        for requirement in requirements
+    ]
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: project["dependencies"] + lines)
     assert cli.extras_with("torch.nn") == ["engines", "train"]
     assert cli.extras_with("ot") == ["train"]
     assert cli.extras_with("numpy") == cli.extras_with("nowhere") == []
