@@ -1,11 +1,13 @@
 """An allocation policy as a Ray Serve autoscaling policy, for any deployment of equal replicas.
 
-autoscaling_config:
-min_replicas: 1
-max_replicas: 8
-policy:
-policy_function: serve_app.autoscaling:PlannedReplicas
-policy_kwargs: {scenario: a100x8_13b, tensor_parallel: 2, policy: champion}
+A deployment names it in its configuration:
+
+    autoscaling_config:
+      min_replicas: 1
+      max_replicas: 8
+      policy:
+        policy_function: serve_app.autoscaling:PlannedReplicas
+        policy_kwargs: {scenario: a100x8_13b, tensor_parallel: 2, policy: champion}
 """
 
 from __future__ import annotations
