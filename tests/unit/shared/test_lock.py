@@ -8,7 +8,7 @@ from scripts import ROOT
 
 from serve_app.ray_private import CHECKED_WITH
 
-PINNED_RAY = (f"ray[serve]=={CHECKED_WITH}", f"ray[rllib,tune]=={CHECKED_WITH}")
+PINNED_RAY = (f"ray[rllib,tune]=={CHECKED_WITH}", f"ray[serve]=={CHECKED_WITH}")
 
 
 @pytest.fixture
