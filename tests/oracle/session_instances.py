@@ -18,22 +18,26 @@ def some_replicas(rng, host=False):
     )
 
 
-def some_sessions(rng, replicas, num=12, rate_per_s=2.0):
+def some_sessions(rng, replicas, num=12, rate_per_s=2.0, shrinks=False):
     longest = 0.9 * replicas.kv_tokens.min()
-    first, context, answer = [], [], []
+    first, context, answer, kept = [], [], [], []
     for _ in range(num):
         first.append(len(context))
         said = 0.0
         for _ in range(int(rng.integers(1, 6))):
+            if shrinks and rng.random() < 0.5:
+                said = float(rng.integers(0, said + 1))
             prompt = said + float(rng.integers(20, 900))
             tokens = float(rng.integers(1, 200))
             if prompt + tokens > longest:
                 break
             context.append(prompt)
             answer.append(tokens)
+            kept.append(said)
             said = prompt + tokens
     num_turns = len(context)
     return SessionStream(
         np.cumsum(rng.exponential(1 / rate_per_s, num)), np.array(first), np.array(context),
         np.array(answer), rng.exponential(0.7, num_turns), rng.exponential(3.0, num_turns),
+        np.array(kept),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from tokenyard.routing.sessions import rules as ru
 @dataclass
 class Session:
     arrival: float
-    turns: list  # (context, answer, tool, remaining)
+    turns: list  # (context, answer, tool, remaining, kept)
     number: int
     turn: int = 0
     state: str = "future"
@@ -78,7 +78,10 @@ class SlowSessions:
         for s, first in enumerate(stream.first_turn):
             rows = range(first, first + stream.num_turns[s])
             turns = [
-                (stream.context[t], stream.answer[t], stream.tool_s[t], stream.remaining_s[t])
+                (
+                    stream.context[t], stream.answer[t], stream.tool_s[t], stream.remaining_s[t],
+                    stream.kept[t],
+                )
                 for t in rows
             ]
             self.sessions.append(Session(stream.arrival_s[s], turns, s))
@@ -118,8 +121,9 @@ class SlowSessions:
         assert r.used + sum(r.idle.values()) <= r.capacity + 1e-6
 
     def hits(self, r, s, length):
-        cached = min(r.idle.get(s.number, 0.0), length - 1) // 256 * 256
-        return cached, max(cached, min(r.host.get(s.number, 0.0), length - 1) // 256 * 256)
+        most = length - 1 if s.preempted else min(length - 1, s.turns[s.turn][4])
+        cached = min(r.idle.get(s.number, 0.0), most) // 256 * 256
+        return cached, max(cached, min(r.host.get(s.number, 0.0), most) // 256 * 256)
 
     def store(self, r, s, tokens):
         if r.host_capacity <= 0:
@@ -158,7 +162,7 @@ class SlowSessions:
         return ended
 
     def end_turn(self, r, s, held):
-        context, answer, tool, _ = s.turns[s.turn]
+        context, answer, tool, _, _ = s.turns[s.turn]
         r.used -= held
         r.idle[s.number], r.last[s.number] = held, self.now
         self.record(s, finish=self.now)
@@ -279,11 +283,15 @@ class SlowSessions:
             - u.attained * math.log1p(s.attained / 1000) + 1e18 * s.forced
         )  # fmt: skip
 
-    def footprints(self, r):
+    def footprints(self, r, half_life_s=math.inf):
         placed = r.used + sum(s.tokens + s.generated for s in r.queue)
         own = [s for s in self.live() if s.active and s.home is r]
         forced = [s for s in own if s.state == "queued" and s.forced]
-        idle = sum(s.tokens for s in own if s.state == "tool")
+        idle = sum(
+            s.tokens * 0.5 ** ((self.now - s.tool_end + s.turns[s.turn][2]) / half_life_s)
+            for s in own
+            if s.state == "tool"
+        )
         taken = placed + idle - sum(s.tokens + s.generated for s in forced)
         return taken + (len(own) - len(forced)) * self.rule.growth_tokens, placed
 
@@ -336,7 +344,7 @@ class SlowSessions:
         u, best = self.rule, (-math.inf, None)
         for r in self.replicas:
             own = not (u.own_replica and s.started) or s.home is r
-            room = (u.full_at - u.spare) * r.capacity - self.footprints(r)[0]
+            room = (u.full_at - u.spare) * r.capacity - self.footprints(r, u.half_life_s)[0]
             if own and s.tokens <= 0.98 * r.capacity and room > best[0]:
                 best = room, r
         return best

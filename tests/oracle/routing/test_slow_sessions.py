@@ -19,7 +19,7 @@ COLUMNS = ("ready", "admitted", "first", "finish", "hit", "prefilled")
 def test_the_kernel_plays_as_the_slow_form_does(name, seed):
     rng = np.random.default_rng([seed, len(name)])
     replicas = some_replicas(rng, host=seed % 2 == 1)
-    stream = some_sessions(rng, replicas, num=16, rate_per_s=4.0)
+    stream = some_sessions(rng, replicas, num=16, rate_per_s=4.0, shrinks=seed >= 2)
     rule = make_rule(name)
     # Growth and leases of a size with these small sessions, so that gates are busy.
     changes = {
@@ -32,6 +32,7 @@ def test_the_kernel_plays_as_the_slow_form_does(name, seed):
         changes["most_active"] = 2.0
     if rule.tick_s:
         changes["tick_s"] = float(rng.choice([0.3, 1.0]))
+        changes["half_life_s"] = 0.5 if seed >= 2 else np.inf
     rule = replace(rule, knows_ends=float(seed % 3 != 0), **changes)
     run = run_sessions(replicas, stream, rule)
     slow = SlowSessions(replicas, stream, rule)

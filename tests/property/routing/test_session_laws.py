@@ -17,7 +17,8 @@ from tokenyard.routing.simulator.sessions_kernel.loop import play
 def drawn(seed, name, hold_s):
     rng = np.random.default_rng(seed)
     replicas = some_replicas(rng, host=bool(rng.integers(2)))
-    stream = some_sessions(rng, replicas, num=20, rate_per_s=float(rng.choice([0.5, 5.0])))
+    rate_per_s, shrinks = float(rng.choice([0.5, 5.0])), bool(rng.integers(2))
+    stream = some_sessions(rng, replicas, num=20, rate_per_s=rate_per_s, shrinks=shrinks)
     changes = {"hold_s": hold_s, "growth_tokens": min(RULES[name].growth_tokens, 100.0)}
     if RULES[name].tick_s > 0:
         changes["tick_s"] = 0.5

@@ -14,6 +14,7 @@ from tokenyard.routing.sessions.evaluation import MEASURES
 from tokenyard.routing.sessions.problem import PROBLEM
 from tokenyard.routing.sessions.scenario import idle_s, load_session_scenario
 from tokenyard.routing.simulator.sessions import SessionReplicas, SessionStream, run_sessions
+from tokenyard.routing.simulator.sessions_kernel import layout as lay
 
 FROZEN = (
     "sessions_offered", "sessions_in_slo_fraction", "mean_completion_s", "p99_completion_s",
@@ -71,11 +72,12 @@ def tiny(**changes):
     return SessionReplicas(**(values | changes))
 
 
-def stream_of(context, answer):
+def stream_of(context, answer, kept=None):
     num = len(context)
+    said = np.append(0.0, np.add(context, answer)[:-1])
     return SessionStream(
         np.array([1.0]), np.array([0]), np.array(context), np.array(answer), np.full(num, 2.0),
-        np.ones(num),
+        np.ones(num), said if kept is None else np.array(kept),
     )  # fmt: skip
 
 
@@ -89,8 +91,18 @@ def test_one_session_alone_takes_its_idle_time():
 def test_what_cannot_be_played_is_refused():
     with pytest.raises(ValueError, match="must fit"):
         run_sessions(tiny(), stream_of([9900.0], [100.0]), ru.make_rule("index"))
-    with pytest.raises(ValueError, match="longer than all"):
+    with pytest.raises(ValueError, match="longer than what it keeps"):
         run_sessions(tiny(), stream_of([500.0, 550.0], [100.0, 10.0]), ru.make_rule("index"))
+    with pytest.raises(ValueError, match="more than was said"):
+        stream = stream_of([500.0, 700.0], [100.0, 10.0], [0.0, 601.0])
+        run_sessions(tiny(), stream, ru.make_rule("index"))
+
+
+def test_only_what_a_prompt_keeps_is_not_computed_again():
+    stream = stream_of([1000.0, 1100.0, 600.0], [100.0, 50.0, 10.0], [0.0, 768.0, 300.0])
+    run = run_sessions(tiny(), stream, ru.make_rule("index"))
+    np.testing.assert_array_equal(run.outcomes[:, lay.OUT_HIT], [0.0, 768.0, 256.0])
+    np.testing.assert_array_equal(run.outcomes[:, lay.OUT_PREFILLED], [1000.0, 332.0, 344.0])
 
 
 def test_streams_differ_by_purpose_and_not_by_call():

@@ -20,8 +20,9 @@ FCFS, BOOST, PROGRAM_FCFS, LEAST_ATTAINED, MOST_CACHED, LEAST_REMAINING = range(
 (
     ORDER, BOOST_S, PINNED, PAUSED_FIRST, STICKY, BY_RUNNING, KNOWS_ENDS, HOLD_S, MOST_ACTIVE,
     FULL_AT, LEASE_S, GROWTH_TOKENS, BACKFILL, WAITED, AGE, STARTED, CACHED_SHARE, REMAINING,
-    CONTEXT, ATTAINED, MISS, PENDING, DECODE, FILL, OVERFLOW, TICK_S, SPARE, OWN_REPLICA, NUM_RULE,
-) = range(29)  # fmt: skip
+    CONTEXT, ATTAINED, MISS, PENDING, DECODE, FILL, OVERFLOW, TICK_S, SPARE, OWN_REPLICA,
+    HALF_LIFE_S, NUM_RULE,
+) = range(30)  # fmt: skip
 """Places of the fields of `SessionRule`, in their order."""
 
 
@@ -89,6 +90,9 @@ class SessionRule:
     """Share of KV memory that ThunderAgent keeps free when it resumes."""
     own_replica: float = 0.0
     """1: ThunderAgent resumes a session only where it was."""
+    half_life_s: float = math.inf
+    """In which half of a session's tokens no longer count while its tool runs, where ThunderAgent
+    looks for room; inf: they all count."""
 
     @property
     def vector(self) -> FloatArray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -12,7 +13,7 @@ from pydantic import Field, field_validator
 from tokenyard.config import FrozenModel, fitted, read_fields, shipped_names
 from tokenyard.routing.fleet import Fleet, ReplicaConfig
 from tokenyard.routing.scenario import Scenario, load_scenario
-from tokenyard.routing.simulator.sessions import SessionReplicas, SessionStream
+from tokenyard.routing.simulator.sessions import SessionReplicas, SessionStream, said_before
 from tokenyard.workload.model import load_model
 from tokenyard.workload.sessions import Sessions
 
@@ -112,14 +113,15 @@ class SessionScenario(FrozenModel):
         rate_per_s = self.sessions_per_a100_hour * self.a100s / 3600.0
         arrival_s = np.cumsum(rng.exponential(1.0 / rate_per_s, num))
         context, answer = turns.context.astype(np.float64), turns.answer.astype(np.float64)
-        stream = SessionStream(arrival_s, first, context, answer, turns.think_s, context)
+        kept = said_before(context, answer, first)
+        stream = SessionStream(arrival_s, first, context, answer, turns.think_s, context, kept)
         _, prefill_s, _, kv_s = replicas.iteration[0]
-        work_s = fresh_tokens(stream) * prefill_s + answer * kv_s * _BATCH_KV_TOKENS
+        work_s = (context - kept) * prefill_s + answer * kv_s * _BATCH_KV_TOKENS
         later_s = np.cumsum(work_s[::-1])[::-1]
         ends = np.append(later_s, 0.0)[stream.first_turn + stream.num_turns]
         error = np.exp(rng.normal(0.0, _PREDICTION_ERROR, num))
         remaining_s = (later_s - ends[stream.session]) * error[stream.session]
-        return SessionStream(arrival_s, first, context, answer, turns.think_s, remaining_s)
+        return replace(stream, remaining_s=remaining_s)
 
 
 def _unbroken(session: np.ndarray, turn: np.ndarray) -> np.ndarray:
@@ -129,18 +131,11 @@ def _unbroken(session: np.ndarray, turn: np.ndarray) -> np.ndarray:
     return np.asarray(turn == place - np.maximum.accumulate(np.where(begins, place, 0)))
 
 
-def fresh_tokens(stream: SessionStream) -> np.ndarray:
-    """Tokens of each prompt that its session has not sent or received before."""
-    before = np.append(0.0, stream.context[:-1] + stream.answer[:-1])
-    before[stream.first_turn] = 0.0
-    return np.asarray(stream.context - before)
-
-
 def idle_s(replicas: SessionReplicas, stream: SessionStream) -> np.ndarray:
     """Time of each session on an idle fastest GPU with all it repeats cached, tools included."""
     fastest = int(replicas.iteration[:, 3].argmin())
     iteration_s, prefill_s, sequence_s, kv_s = replicas.iteration[fastest]
-    fresh = fresh_tokens(stream)
+    fresh = stream.context - stream.kept
     chunks = np.ceil(fresh / replicas.token_budget[fastest])
     serve_s = chunks * iteration_s + prefill_s * fresh + kv_s * (stream.context - fresh) * chunks
     kv = stream.context + stream.answer / 2.0

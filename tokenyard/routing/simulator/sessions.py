@@ -47,12 +47,14 @@ class SessionStream:
     first_turn: IntArray
     """Of sessions."""
     context: FloatArray
-    """Tokens of the whole prompt, at least those of the turn before and of its answer."""
+    """Tokens of the whole prompt."""
     answer: FloatArray
     tool_s: FloatArray
     """From the answer to the next turn."""
     remaining_s: FloatArray
     """Predicted work of this turn and all after it, seconds."""
+    kept: FloatArray
+    """Tokens at the beginning of the prompt that are those of the turn before and its answer."""
 
     def __len__(self) -> int:
         """Number of sessions."""
@@ -105,7 +107,8 @@ def run_sessions(replicas: SessionReplicas, stream: SessionStream, rule: Session
     """Play a stream to its end.
 
     Raises:
-        ValueError: A prompt fits into no replica, or a prompt is shorter than what was said before.
+        ValueError: A prompt fits into no replica, or more of it is kept than it has, or than was
+            said before.
     """
     _check(replicas, stream)
     world = new_world(replicas, stream, rule)
@@ -133,6 +136,7 @@ def new_world(replicas: SessionReplicas, stream: SessionStream, rule: SessionRul
     turns[:, lay.CONTEXT], turns[:, lay.ANSWER] = stream.context, stream.answer
     turns[:, lay.TOOL_S], turns[:, lay.REMAINING_S] = stream.tool_s, stream.remaining_s
     turns[:, lay.LOG_REMAINING] = np.log(stream.remaining_s + 1.0)
+    turns[:, lay.KEPT] = stream.kept
     outcomes = np.full((num_turns, lay.NUM_OUTCOME), np.nan)
     outcomes[:, lay.OUT_HIT :] = 0.0
     return lay.World(
@@ -150,6 +154,14 @@ def _check(replicas: SessionReplicas, stream: SessionStream) -> None:
             f"a prompt and its answer have {longest:.0f} tokens; each must fit into the KV memory "
             f"of every replica, {replicas.kv_tokens.min():.0f} tokens"
         )
-    said = stream.context[:-1] + stream.answer[:-1]
-    if (stream.context[1:] <= said)[np.diff(stream.session) == 0].any():
-        raise ValueError("a prompt must be longer than all that was said in its session before")
+    if (stream.kept > said_before(stream.context, stream.answer, stream.first_turn)).any():
+        raise ValueError("a prompt keeps more than was said in its session before")
+    if (stream.kept >= stream.context).any():
+        raise ValueError("a prompt must be longer than what it keeps")
+
+
+def said_before(context: FloatArray, answer: FloatArray, first_turn: IntArray) -> FloatArray:
+    """Tokens of the turn before and of its answer, 0 for a session's first; shape (num_turns,)."""
+    before = np.append(0.0, context[:-1] + answer[:-1])
+    before[first_turn] = 0.0
+    return before

@@ -36,9 +36,10 @@ def dispatch(world, index, now):
 
 
 @compiled_inline
-def count_footprints(world):
+def count_footprints(world, now, half_life_s):
     """Tokens of active sessions on every replica, and of those that run or are queued.
 
+    While a tool runs, half of the tokens no longer count after each half-life; inf: they all do.
     Who was admitted because its hold had reached the bound takes no room of others while it is
     queued: a full gate would else only delay all.
     """
@@ -59,7 +60,9 @@ def count_footprints(world):
             continue
         row[lay.FOOTPRINT] += growth
         if session[lay.STATE] == lay.TOOL:
-            row[lay.FOOTPRINT] += session[lay.TOKENS]
+            turn = int(session[lay.FIRST_TURN] + session[lay.TURN])
+            idle_s = now - session[lay.TOOL_END_S] + world.turns[turn, lay.TOOL_S]
+            row[lay.FOOTPRINT] += session[lay.TOKENS] * 0.5 ** (idle_s / half_life_s)
         elif session[lay.STATE] == lay.QUEUED:
             tokens = session[lay.TOKENS] + session[lay.GENERATED]
             row[lay.FOOTPRINT] += tokens
@@ -139,7 +142,7 @@ def admit_by_index(world, now):
             held += 1
     if held == 0:
         return
-    active = count_footprints(world)
+    active = count_footprints(world, now, math.inf)
     most = rule[ru.MOST_ACTIVE] * world.replicas.shape[0]
     skipped = 0.0
     while True:
@@ -294,10 +297,13 @@ def _pause_smallest(world, replica):
 def admit_by_thunderagent(world, now, is_tick):
     """Pause and resume by footprints at every tick; between them only what fits goes in at once."""
     live = world.live
-    count_footprints(world)
+    half_life_s = world.rule[ru.HALF_LIFE_S]
     if is_tick:
+        count_footprints(world, now, half_life_s)
         for group in range(3):
             _resume_smallest(world, group, now)
+    count_footprints(world, now, math.inf)
+    if is_tick:
         for replica in range(world.replicas.shape[0]):
             _pause_smallest(world, replica)
     newest = -1
@@ -315,6 +321,7 @@ def admit_by_thunderagent(world, now, is_tick):
             else:
                 others += 1
     if newest >= 0 and others == 0:
+        count_footprints(world, now, half_life_s)
         replica, room = _roomiest(world, newest)
         if room >= world.sessions[newest, lay.TOKENS] + world.rule[ru.GROWTH_TOKENS]:
             place(world, newest, replica, now)

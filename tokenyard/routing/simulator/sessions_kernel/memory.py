@@ -155,8 +155,12 @@ def forget(world, session):
 def hit_tokens(world, replica, session, length):
     """Tokens of a prompt that need not be computed: in KV memory, and with the host tier."""
     kv = world.kv[replica, session]
-    cached = _whole_blocks(min(kv[lay.CACHED], length - 1.0))
-    return cached, max(cached, _whole_blocks(min(kv[lay.HOST], length - 1.0)))
+    row = world.sessions[session]
+    most = length - 1.0
+    if row[lay.PREEMPTED] == 0.0:
+        most = min(most, world.turns[int(row[lay.FIRST_TURN] + row[lay.TURN]), lay.KEPT])
+    cached = _whole_blocks(min(kv[lay.CACHED], most))
+    return cached, max(cached, _whole_blocks(min(kv[lay.HOST], most)))
 
 
 @compiled_inline
