@@ -7,6 +7,7 @@ resolved by `load_scenario`; a path to a YAML file of your own works in its plac
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -370,13 +371,13 @@ def scenario_names() -> list[str]:
 
 
 def load_scenario(name: str) -> Scenario:
-    """Read a shipped scenario by name, WORKLOAD@FLEET, or a YAML file by path.
+    """Read a shipped scenario by name, WORKLOAD@FLEET, or a YAML file by path; parts may be files.
 
     Raises:
         ValueError: Unknown name (with the closest ones), or a file that does not fit the model.
     """
     workload, on, fleet = name.partition(ON)
-    if on and not name.endswith((".yaml", ".yml")):
+    if on and not Path(name).is_file():
         return _on_fleet(workload, fleet)
     fields = read_fields(name, "scenario", "tokenyard", "scenarios/routing")
     return fitted(Scenario, fields, f"scenario {name}")
@@ -384,14 +385,17 @@ def load_scenario(name: str) -> Scenario:
 
 def _on_fleet(workload: str, fleet: str) -> Scenario:
     """Put a workload on a fleet; each is a part of a scenario."""
+    name = f"{workload}{ON}{fleet}"
     asked = read_fields(workload, "workload", "tokenyard", _WORKLOADS)
     given = read_fields(fleet, "fleet", "tokenyard", _FLEETS)
-    words = f"{asked.pop('description').rstrip('.')}, on {given['description']}."
-    return Scenario.model_validate(
-        {
-            "name": f"{workload}{ON}{fleet}",
-            "description": words,
-            "fleet": given["fleet"] | {"classes": asked.pop("classes")},
-            **asked,
-        }
-    )
+    described = [str(part.get("description", "")).rstrip(".") for part in (asked, given)]
+    replicas, classes = given.get("fleet"), asked.pop("classes", None)
+    if isinstance(replicas, dict) and classes is not None:
+        replicas = {**replicas, "classes": classes}
+    fields = {
+        "name": name,
+        **asked,
+        "description": ", on ".join(described) + ".",
+        "fleet": replicas,
+    }
+    return fitted(Scenario, fields, f"scenario {name}")

@@ -79,7 +79,10 @@ class SlowSessions:
             rows = range(first, first + stream.num_turns[s])
             turns = [
                 (
-                    stream.context[t], stream.answer[t], stream.tool_s[t], stream.remaining_s[t],
+                    stream.context[t],
+                    stream.answer[t],
+                    stream.tool_s[t],
+                    stream.remaining_s[t],
                     stream.kept[t],
                 )
                 for t in rows
@@ -377,12 +380,13 @@ class SlowSessions:
             taken -= self.size(r, s) + growth
             s.active, s.marked = s.state != "tool", s.state != "tool"
 
-    def decide_by_thunderagent(self, is_tick):
-        if is_tick:
+    def decide_by_thunderagent(self, ticks):
+        if ticks:
             for group in range(3):
                 self.resume(group)
-            for r in self.replicas:
-                self.pause(r)
+            if ticks % max(1, round(self.rule.pause_s / self.rule.tick_s)) == 0:
+                for r in self.replicas:
+                    self.pause(r)
         for s in [s for s in self.live() if s.state == "held" and s.forced]:
             if home := self.cheapest(s):
                 s.home = home
@@ -405,7 +409,7 @@ class SlowSessions:
 
     def play(self):
         tick_s = self.rule.tick_s or math.inf
-        next_tick_s = tick_s
+        next_tick_s, ticks = tick_s, 0
         while True:
             events = [(r.until, 0, i, r) for i, r in enumerate(self.replicas)]
             events += [(s.due, 1, s.number, s) for s in self.live()]
@@ -416,6 +420,7 @@ class SlowSessions:
             if next_tick_s < time:
                 time, kind = next_tick_s, 3
                 next_tick_s += tick_s
+                ticks += 1
             if time == math.inf:
                 return self.out
             self.now = time
@@ -436,7 +441,7 @@ class SlowSessions:
                 who.turn += 1
                 self.turn_is_ready(who)
             if decides and tick_s < math.inf:
-                self.decide_by_thunderagent(kind == 3)
+                self.decide_by_thunderagent(ticks if kind == 3 else 0)
             elif decides:
                 self.decide()
             for r in self.replicas:

@@ -32,7 +32,7 @@ def test_the_kernel_plays_as_the_slow_form_does(name, seed):
         changes["most_active"] = 2.0
     if rule.tick_s:
         changes["tick_s"] = float(rng.choice([0.3, 1.0]))
-        changes["half_life_s"] = 0.5 if seed >= 2 else np.inf
+        changes |= {"half_life_s": 0.5, "pause_s": 2.0} if seed >= 2 else {}
     rule = replace(rule, knows_ends=float(seed % 3 != 0), **changes)
     run = run_sessions(replicas, stream, rule)
     slow = SlowSessions(replicas, stream, rule)

@@ -93,9 +93,9 @@ def test_what_cannot_be_played_is_refused():
         run_sessions(tiny(), stream_of([9900.0], [100.0]), ru.make_rule("index"))
     with pytest.raises(ValueError, match="longer than what it keeps"):
         run_sessions(tiny(), stream_of([500.0, 550.0], [100.0, 10.0]), ru.make_rule("index"))
+    too_much = stream_of([500.0, 700.0], [100.0, 10.0], [0.0, 601.0])
     with pytest.raises(ValueError, match="more than was said"):
-        stream = stream_of([500.0, 700.0], [100.0, 10.0], [0.0, 601.0])
-        run_sessions(tiny(), stream, ru.make_rule("index"))
+        run_sessions(tiny(), too_much, ru.make_rule("index"))
 
 
 def test_only_what_a_prompt_keeps_is_not_computed_again():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tokenyard.config import shipped_names
+from tokenyard.config import read_named, shipped_names
 from tokenyard.routing.scenario import ON, Scenario, load_scenario
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng, synthetic_streams
 from tokenyard.workload.sessions import mean_fresh_tokens, mean_think_s
@@ -129,3 +129,16 @@ def test_what_does_not_fit_is_refused(changes, says):
     base = load_scenario("multi_turn_prefix").model_dump(exclude={"sessions"})
     with pytest.raises(ValueError, match=says):
         Scenario.model_validate(base | changes)
+
+
+def test_a_workload_plays_on_a_fleet_from_a_file(tmp_path):
+    shipped = read_named("mixed", "fleet", "tokenyard", "scenarios/fleets")
+    fleet = tmp_path / "mine.yaml"
+    fleet.write_text(shipped, encoding="utf-8")
+    scenario = load_scenario(f"code_generation@{fleet}")
+    assert scenario.required_fleet == load_scenario("code_generation@mixed").required_fleet
+    fleet.write_text("description: nobody", encoding="utf-8")
+    with pytest.raises(ValueError, match="give exactly one of servers and fleet"):
+        load_scenario(f"code_generation@{fleet}")
+    with pytest.raises(ValueError, match="No such file"):
+        load_scenario("code_generation@missing.yaml")

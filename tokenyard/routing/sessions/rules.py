@@ -21,8 +21,8 @@ FCFS, BOOST, PROGRAM_FCFS, LEAST_ATTAINED, MOST_CACHED, LEAST_REMAINING = range(
     ORDER, BOOST_S, PINNED, PAUSED_FIRST, STICKY, BY_RUNNING, KNOWS_ENDS, HOLD_S, MOST_ACTIVE,
     FULL_AT, LEASE_S, GROWTH_TOKENS, BACKFILL, WAITED, AGE, STARTED, CACHED_SHARE, REMAINING,
     CONTEXT, ATTAINED, MISS, PENDING, DECODE, FILL, OVERFLOW, TICK_S, SPARE, OWN_REPLICA,
-    HALF_LIFE_S, NUM_RULE,
-) = range(30)  # fmt: skip
+    HALF_LIFE_S, PAUSE_S, NUM_RULE,
+) = range(31)  # fmt: skip
 """Places of the fields of `SessionRule`, in their order."""
 
 
@@ -85,7 +85,7 @@ class SessionRule:
     overflow: float = 0.0
     """Cost of tokens beyond KV memory, by the time to read them 100 times."""
     tick_s: float = 0.0
-    """Above 0: ThunderAgent's rule (arXiv 2602.13692) decides, so often."""
+    """Above 0: ThunderAgent's rule (arXiv 2602.13692) decides, and sessions resume so often."""
     spare: float = 0.0
     """Share of KV memory that ThunderAgent keeps free when it resumes."""
     own_replica: float = 0.0
@@ -93,6 +93,8 @@ class SessionRule:
     half_life_s: float = math.inf
     """In which half of a session's tokens no longer count while its tool runs, where ThunderAgent
     looks for room; inf: they all count."""
+    pause_s: float = 0.0
+    """How often ThunderAgent pauses sessions, at ticks; 0: at each."""
 
     @property
     def vector(self) -> FloatArray:
@@ -168,6 +170,6 @@ def make_rule(name: str) -> SessionRule:
             raise ValueError(f"{key} of rule {base} is no number: {value!r}") from None
         if math.isnan(changed[key]):
             raise ValueError(f"{key} of rule {base} is no number: {value!r}")
-    if changed.get("hold_s", 0.0) < 0.0 or changed.get("tick_s", 0.0) < 0.0:
+    if min(changed.get(key, 0.0) for key in ("hold_s", "tick_s", "half_life_s", "pause_s")) < 0.0:
         raise ValueError(f"times of rule {base} must not be negative")
     return replace(RULES[base], **changed)

@@ -294,8 +294,8 @@ def _pause_smallest(world, replica):
 
 
 @compiled
-def admit_by_thunderagent(world, now, is_tick):
-    """Pause and resume by footprints at every tick; between them only what fits goes in at once."""
+def admit_by_thunderagent(world, now, is_tick, pauses):
+    """Resume at ticks, pause at some; between them only a new session that fits goes in at once."""
     live = world.live
     half_life_s = world.rule[ru.HALF_LIFE_S]
     if is_tick:
@@ -303,7 +303,7 @@ def admit_by_thunderagent(world, now, is_tick):
         for group in range(3):
             _resume_smallest(world, group, now)
     count_footprints(world, now, math.inf)
-    if is_tick:
+    if pauses:
         for replica in range(world.replicas.shape[0]):
             _pause_smallest(world, replica)
     newest = -1

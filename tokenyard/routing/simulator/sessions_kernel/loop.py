@@ -52,9 +52,11 @@ def _turn_is_ready(world, index, now):
 
 
 @compiled_inline
-def _decide(world, now, is_tick):
-    if world.rule[ru.TICK_S] > 0.0:
-        admit_by_thunderagent(world, now, is_tick)
+def _decide(world, now, is_tick, num_ticks):
+    tick_s = world.rule[ru.TICK_S]
+    if tick_s > 0.0:
+        between = max(1, round(world.rule[ru.PAUSE_S] / tick_s))
+        admit_by_thunderagent(world, now, is_tick, is_tick and num_ticks % between == 0)
     else:
         admit_by_index(world, now)
 
@@ -66,6 +68,7 @@ def play(world):
     arriving = 0
     tick_s = world.rule[ru.TICK_S]
     next_tick_s = tick_s if tick_s > 0.0 else math.inf
+    num_ticks = 0
     now = 0.0
     while arriving < sessions.shape[0] or live[0] > 0:
         ends_s = math.inf
@@ -101,9 +104,10 @@ def play(world):
             arriving += 1
         else:
             next_tick_s += tick_s
+            num_ticks += 1
             is_tick = True
         if decides:
-            _decide(world, now, is_tick)
+            _decide(world, now, is_tick, num_ticks)
             for replica in range(replicas.shape[0]):
                 if replicas[replica, lay.BUSY] == 0.0:
                     begin_iterations(world, replica, now)
