@@ -19,6 +19,8 @@ import numpy as np
 from tokenyard.types import FloatArray
 
 _TINY = 1e-12
+_TIE = 1e-9
+"""Of the greatest cost, what decides between plans that cost the same."""
 
 
 @cache
@@ -42,12 +44,20 @@ def check_solver() -> None:
 def exact(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArray:
     """Solve the transport problem with equal totals: the plan of least cost, shape (n, m).
 
-    Row sums have shape (n,), column sums (m,); cost is per unit, shape (n, m).
+    Row sums have shape (n,), column sums (m,); cost is per unit, shape (n, m). Of plans that cost the
+    same it is always the same one: the last digits of the sums would else decide, as latencies are
+    alike in both directions, and three regions can send their excess round either way.
     """
+    cost = cost + _TIE * (np.abs(cost).max() or 1.0) * _tie_breaker(*cost.shape)
     # Solvers hold sums to be equal within fixed bounds; a power of two rounds nothing.
     unit = np.ldexp(1.0, np.frexp(supply.sum())[1])
     solve = _by_pot if has_pot() else _by_linprog
     return np.asarray(unit * solve(supply / unit, demand / unit, cost))
+
+
+@cache
+def _tie_breaker(n: int, m: int) -> FloatArray:
+    return np.random.default_rng(0).random((n, m))
 
 
 def _by_pot(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArray:

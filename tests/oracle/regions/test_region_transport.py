@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 from sizes import scaled
@@ -79,6 +79,7 @@ def test_scipys_solver_stands_in_for_pot(seed, n):
 
 @few
 @given(seeds, sizes, st.sampled_from([1e-9, 1e6, 1e9]), st.sampled_from([0.5, 1.4]))
+@example(1749623, 7, 1e6, 0.5)  # Two plans cost the same.
 def test_the_unit_of_tasks_has_no_effect_on_a_plan(seed, n, unit, headroom):
     demand, capacity, price, latency = drawn(seed, n, headroom)
     plan = transport.within(demand, capacity, price + latency)
