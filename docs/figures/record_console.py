@@ -128,13 +128,13 @@ def record(part, browser):
                 if part.canary and number == 3:
                     canary = {"action": "canary", "policy": part.canary, "share": 0.5}
                     ask("/v1/policies", canary)
-                look = "document.getElementById(arguments[0]).scrollIntoView()"
+                look = "document.getElementById(arguments[0]).scrollIntoView({block: 'nearest'})"
                 browser.execute_script(look, part.section)
                 yield captioned(browser.get_screenshot_as_png(), part.caption)
                 time.sleep(EVERY_S)
             if part.canary:
                 height = browser.execute_script("return document.body.scrollHeight")
-                browser.set_window_size(SIZE[0], height)
+                browser.set_window_size(SIZE[0], height + 140)  # Its frame counts.
                 browser.execute_script("scrollTo(0, 0)")
                 time.sleep(2.0)
                 browser.save_screenshot(str(ROOT / "docs/console.png"))
