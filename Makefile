@@ -36,7 +36,7 @@ DOCS := $(or $(TOKENYARD_DOCS),.docs)
 # What documents tell a reader to type, which `make docs` runs.
 BLOCKS := tests/integration/shared/test_document_blocks.py
 
-.PHONY: docs sweep kernels test test-all test-recorded test-cluster test-engines claims drills check serve demo mlflow bench install install-locked sbom audit test-plugs rivals clients plugs engines-real
+.PHONY: docs sweep kernels test test-all test-recorded test-cluster test-engines claims drills check serve demo mlflow figures bench install install-locked sbom audit test-plugs rivals clients plugs engines-real
 .DEFAULT_GOAL := sweep
 
 # Modules are compiled when they are first imported: most of what Ray, torch and MLflow bring never is.
@@ -182,7 +182,9 @@ demo: .venv/.engines ## Three policies route live traffic over an emulated fleet
 mlflow: .venv/.core ## Look at the sweeps on http://127.0.0.1:5000; it prints the page of the last one.
 	$(BIN)/python -m tune_configs.mlflow_server $(STORAGE)
 
-figures: .venv/.dev .venv/.engines ## Record README's picture anew: needs chromium and its driver; three minutes.
+figures: .venv/.dev .venv/.engines ## Draw all figures, write README's gains and the notebooks, and record the console: needs chromium and its driver; eight minutes.
+	$(BIN)/python docs/figures/draw.py
+	$(BIN)/python .ci/notebooks
 	$(BIN)/python docs/figures/record_console.py
 
 bench: .venv/.dev ## How fast it is, beside a peer, in one run.

@@ -49,7 +49,7 @@ class Block:
 
     def commands(self) -> list[str]:
         """Lines of a shell block, each whole and without comments."""
-        whole = re.sub(r"\\\n\s*", " ", self.text)
+        whole = self.text.replace("\\\n", "")
         lines = (re.sub(r"(^|\s+)#.*$", "", line).strip() for line in whole.splitlines())
         return [line for line in lines if line]
 

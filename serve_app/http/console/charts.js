@@ -63,7 +63,7 @@ export class Chart {
       text.setAttribute("y", y(share * top) + 4);
       set(text, String(Number((share * top).toPrecision(2))));
     }
-    const step_s = STEPS_S.find((one) => (now_s - first_s) / one <= Math.max(2, Math.floor(width / 110))) || 600;
+    const step_s = STEPS_S.find((one) => (now_s - first_s) / one <= Math.max(1, Math.floor(width / 110))) || 600;
     this.ticks.forEach((text, i) => {
       const time_s = (Math.floor(now_s / step_s) - i) * step_s, at = x(time_s);
       const fits = at >= LEFT + 10 && at <= width - 24;

@@ -187,7 +187,7 @@ function showPools({ pools, queue }) {
       for (const row of replicas) byId.set(row[0], el("button", { type: "button", tabindex: byId.size ? -1 : 0 }));
       tiles.replaceChildren(...byId.values());
       tiles.classList.toggle("roomy", roomy);
-      group.node.style.flexBasis = roomy ? `${Math.max(replicas.length, 1) * 200}px` : "100%";
+      group.node.style.flexBasis = roomy ? `calc(${Math.max(replicas.length, 1)} * var(--tile))` : "100%";
     }
     for (const row of replicas) showTile(byId.get(row[0]), row, roomy);
     const ready = replicas.filter((row) => row[1] === "ready").length, of = (i) => replicas.map((row) => row[i]).filter(known);
@@ -348,4 +348,6 @@ at("theme").addEventListener("click", () => {
   localStorage.setItem("tokenyard-theme", next);
   theme(next);
 });
+// On a phone what is long begins folded.
+if (matchMedia("(max-width: 640px)").matches) for (const one of document.querySelectorAll("details")) one.open = false;
 refresh();

@@ -111,6 +111,20 @@ def test_the_page_shows_live_numbers_within_two_seconds_in_both_themes(site, bro
     assert browser.get_log("browser") == []
 
 
+def test_on_a_phone_the_page_is_short_and_what_is_folded_unfolds(site, browser):
+    try:
+        at_width(browser, 400)
+        browser.get(site.url)
+        until(browser, lambda: len(browser.find_elements(By.CSS_SELECTOR, ".tile")) == 3, "no tile")
+        height = browser.execute_script("return document.documentElement.scrollHeight")
+        assert height <= 4 * SCREEN_PX
+        assert text_of(browser, "#decisions") == ""
+        browser.find_element(By.XPATH, "//summary[contains(., 'decisions')]").click()
+        until(browser, lambda: "lowest of 3" in text_of(browser, "#decisions"), "it stays folded")
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 def test_a_canary_and_a_rollback_appear_on_the_page(site, browser):
     browser.get(site.url)
     until(browser, lambda: text_of(browser, "#status") == "live", "the page is not live")

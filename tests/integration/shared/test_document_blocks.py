@@ -6,6 +6,7 @@ Ports and the endpoints' addresses are others, and what would take minutes is as
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -120,7 +121,14 @@ class Reader:
             server.wait()
 
 
-PAGES = [page for page in pages_of_use() if any(one.runs for one in blocks(page, "shell"))]
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+AS_NOTEBOOKS = {f"docs/tutorials/{path.stem}.md" for path in NOTEBOOKS}
+"""Pages that run as notebooks: these have their blocks (tests/unit/shared/test_documents.py)."""
+PAGES = [
+    page
+    for page in pages_of_use()
+    if page not in AS_NOTEBOOKS and any(one.runs for one in blocks(page, "shell"))
+]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -139,3 +147,36 @@ def test_what_a_page_says_works(page, tmp_path):
         for block in told:
             if block.runs or ("file" in block.marks and "not run" not in block.marks):
                 reader.does(block)
+
+
+def as_program(cells, lessened):
+    """The program of a notebook's cells, for a Python that knows no `!` and `%%`."""
+    lines = ["import subprocess as _run"]
+    for cell in cells:
+        head, _, rest = cell.partition("\n")
+        if head.startswith("%%writefile "):
+            lines.append(f"open({head.split()[1]!r}, 'w').write({rest!r})")
+            continue
+        for line in cell.replace("\\\n", "").splitlines():
+            text = lessened(line.removeprefix("!"))
+            lines.append(f"_run.run({text!r}, shell=True, check=True)" if line[:1] == "!" else text)
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    run = [one for one in cells if one["cell_type"] == "code" and not one["metadata"]]
+    told = ["".join(one["source"]) for one in run]
+    reader, log = Reader(tmp_path, []), tmp_path / "log"
+    with log.open("w") as file:
+        ran = subprocess.Popen(
+            [sys.executable, "-P", "-c", reader.moved(as_program(told, reader.lessened))],
+            cwd=tmp_path, env=reader.environment | {"TMPDIR": str(tmp_path)}, stdout=file,
+            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    reader.servers.append(ran)
+    try:
+        assert ran.wait(LIMIT_S) == 0, log.read_text()[-3000:]
+    finally:
+        reader.leaves()

@@ -9,6 +9,7 @@ import importlib
 import io
 import json
 import re
+import runpy
 import shlex
 import subprocess
 
@@ -16,13 +17,16 @@ import pytest
 import tyro
 import yaml
 from document_blocks import LANGUAGES, REASONS, ROOT, all_blocks, blocks, pages_of_use
+from scripts import load_script
 
 from pipelines import cli
 from serve_app.cluster import load_cluster
+from tokenyard.figures import save_figures
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(?:#([^)\s]+))?\)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+AT_COMMIT = re.compile(r"\b(?:at|commit)\s+([0-9a-f]{7,40})\b")
 
 
 def documents():
@@ -116,14 +120,15 @@ def test_programs_print_what_they_say(page, tmp_path, monkeypatch):
 
 
 def test_commands_of_blocks_take_their_options():
-    """Those that run elsewhere, too: each is parsed, and not called."""
+    """Those of results, and those that run elsewhere, too: each is parsed, and not called."""
     verbs, parsed = cli.verbs(), 0
-    for block in (one for one in all_blocks() if one.language == "shell"):
-        for command in block.commands():
+    pages = [str(path.relative_to(ROOT)) for path in documents()]
+    for block in (one for page in pages for one in blocks(page) if one.language in ("shell", "")):
+        for command in [] if AT_COMMIT.search(block.text) else block.commands():
             found = re.match(
                 r"(?:\w+=\S+ )*(?:tokenyard (\w+)|python pipelines/(\w+)\.py)(.*)", command
             )
-            if found is None:
+            if found is None or "$" in command:
                 continue
             script = importlib.import_module(f"pipelines.{found[2] or verbs[found[1]]}")
             with contextlib.redirect_stderr(io.StringIO()) as refused:
@@ -132,7 +137,43 @@ def test_commands_of_blocks_take_their_options():
                 except SystemExit:
                     pytest.fail(f"{block.place}: {command}\n{refused.getvalue()}")
             parsed += 1
-    assert parsed > 40
+    assert parsed > 80
+
+
+def test_a_script_that_a_page_names_is_here_or_in_the_commit_beside_it():
+    absent = []
+    for document in documents():
+        for part in re.split(r"\n\s*\n", document.read_text(encoding="utf-8")):
+            commit = AT_COMMIT.search(part)
+            for name in re.findall(r"python ((?:[a-z]+/)+\w+\.py)\b", part):
+                found = (ROOT / name).is_file() or (
+                    commit and (is_in(commit[1], name) or not is_in(commit[1], "README.md"))
+                )
+                if not found:
+                    absent.append(f"{document.relative_to(ROOT)}: {name}")
+    assert absent == []
+
+
+def is_in(commit, path):
+    """Whether a commit has a file; a shallow clone lacks the commit."""
+    command = ["git", "cat-file", "-e", f"{commit}:{path}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+
+def test_notebooks_are_what_the_tutorials_say():
+    for path, text in runpy.run_path(str(ROOT / ".ci" / "notebooks"))["notebooks"]().items():
+        assert path.read_text(encoding="utf-8") == text, ".ci/notebooks"
+
+
+def test_the_gains_of_the_readme_are_those_of_the_board():
+    assert load_script("docs/figures/draw.py").readme() == README
+
+
+def test_figures_are_drawn_from_the_rows_in_the_repository(tmp_path):
+    script = load_script("docs/figures/draw.py")
+    for path in save_figures(script.figures(), tmp_path):
+        assert (script.RESULTS / path.name).exists()
+        assert path.stat().st_size > 10_000
 
 
 def test_links_between_documents_lead_somewhere():
