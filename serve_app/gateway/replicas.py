@@ -21,7 +21,7 @@ import numpy as np
 from serve_app.cluster import EngineProfile
 from serve_app.engines.base import EngineStatus
 from serve_app.gateway.endpoint_speed import EndpointSpeed
-from tokenyard.perf.online import AnswerMeter
+from tokenyard.perf.online import AnswerMeter, PoolEstimator
 from tokenyard.routing import snapshot_table as columns
 from tokenyard.routing.prefix_index import PrefixIndex, block_names
 from tokenyard.routing.snapshot_table import Candidates, SnapshotTable, fill_live, offer
@@ -288,6 +288,10 @@ class ReplicaState:
             self._capacity = self._blocks_held()
             self._retell(self)
 
+    def estimate_with(self, speed: EndpointSpeed) -> None:
+        """Have its speed estimated from its answers."""
+        self.speed, self.in_flight.meter = speed, speed.meter
+
     @property
     def kv_tokens(self) -> float:
         """Tokens that its KV memory holds; infinite: nobody says."""
@@ -511,3 +515,13 @@ class ReplicaTable:
     def _row(self, number: int) -> Row:
         # Python writes into a view of memory in a third of the time that numpy needs.
         return memoryview(self.state[number])
+
+
+def learn_speeds(replicas: Iterable[ReplicaState], estimator: PoolEstimator) -> None:
+    """Let replicas of a pool learn their speeds from each other, and policies from them."""
+    estimated = [(one, one.speed) for one in replicas if one.speed is not None]
+    for _, speed in estimated:
+        speed.meter.settle()
+    estimator.share()
+    for replica, speed in estimated:
+        replica.learn(speed.estimate())
