@@ -136,7 +136,7 @@ class InFlight:
             assumed_prefill_tokens, predicted_output_tokens, prompt_tokens, blocks, context_tokens,
             is_ours,
         )  # fmt: skip
-        if is_ours and self.meter is not None:
+        if self.meter is not None:
             self.meter.send(request_id, assumed_prefill_tokens)
         self._prefill_tokens += assumed_prefill_tokens
         self._output_tokens += predicted_output_tokens
@@ -147,9 +147,11 @@ class InFlight:
         request = self._requests.get(request_id)
         if request is None or num_generated <= request.num_generated:
             return
-        if (meter := self.meter) is not None and request.is_ours:
+        if (meter := self.meter) is not None:
             computed, context = request.assumed_prefill_tokens, request.context_tokens
-            if is_whole:
+            if not request.is_ours:
+                meter.receive_unseen(request_id, computed, context)
+            elif is_whole:
                 meter.receive_whole(request_id, num_generated, computed, context)
             else:
                 before = request.num_generated
@@ -174,7 +176,7 @@ class InFlight:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        if self.meter is not None and request.is_ours:
+        if self.meter is not None:
             self.meter.end(request_id)
         self._output_tokens -= request.predicted_output_tokens
         self._generated_tokens -= request.num_generated
