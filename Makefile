@@ -124,7 +124,7 @@ $(PLUGS)/%/.installed: plugs/%.txt
 	$(@D)/bin/pip install --quiet --requirement $<
 	touch $@
 
-engines-real: $(patsubst engines-real/%.txt,$(ENGINES)/%/.installed,$(wildcard engines-real/*.txt)) ## Engines that have to work as they are: llama.cpp, and vLLM on CPU (2.5 GB). In .engines-real.
+engines-real: $(patsubst engines-real/%.txt,$(ENGINES)/%/.installed,$(wildcard engines-real/*.txt)) ## Engines that have to work as they are: llama.cpp, and vLLM on CPU with Ray (2.7 GB). In .engines-real.
 
 # A file names all that is installed: what wheels ask for beyond it does not fit, or has to be compiled.
 # torch alone brings what it needs, which depends on the index.

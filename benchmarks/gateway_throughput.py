@@ -7,9 +7,10 @@ by itself, the gateway before the stub, and the gateway before a pool of its own
 computes nothing. Gateways have decision log, metrics, exploration and scraping. CPU time is that of
 all of a server's processes, Ray's and the engines' included, less what they take while nobody asks;
 the client's and the stub's are not counted, and both give way to the servers (`nice`). `--envoy`
-adds Envoy alone and Envoy with the picker, as docs/envoy.md has them. Latency is
-compared with the stub's in the same turn. With `--starts 3` the gateway before two of the stub's
-ports is started, asked once and stopped three times, and nothing else is measured.
+adds Envoy alone and Envoy with the picker, as docs/envoy.md has them, and `--rivals` routers and a
+proxy of others. Latency is compared with the stub's in the same turn. With `--starts 3` the gateway
+before two of the stub's ports is started, asked once and stopped three times, and nothing else is
+measured.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ import tyro
 import uvloop
 import yaml
 from rich.table import Table
+from rival_engines import INFORMATION
+from rival_parity import Case, environments, free_ports
+from rival_parity import command as command_of
 
 from serve_app.engine_config import EngineConfig
 from serve_app.engines.base import Chunk, Engine, EngineStats, Sampling
@@ -113,9 +117,9 @@ class Args:
     servers: tuple[Literal["thin", "endpoints", "own"], ...] = ("thin", "endpoints", "own")
     """Who takes turns with the stub: a thin Ray Serve application, the gateway before the stub, and
     before a pool of its own. Each has a Ray of its own, which takes caches from the others."""
-    litellm: Path | None = None
-    """Environment of LiteLLM's proxy (`make rivals`: .rivals/litellm), which takes turns before the
-    stub's ports."""
+    rivals: tuple[Literal["litellm", "vllm-router", "smg"], ...] = ()
+    """Others (`make rivals`) that take turns: LiteLLM's proxy before the stub's ports, and routers
+    before two of them, by the power of two choices."""
     envoy: Path | None = None
     """Environment of Envoy (`make plugs`: .plugs/envoy), which takes turns before two of the stub's
     ports: alone, by its least request, with the picker, whom a second filter shows answers, and
@@ -242,6 +246,8 @@ class StubProtocol(asyncio.Protocol):
         """Answer."""
         if self._url == b"/metrics":
             self._send_whole(self._page, b"text/plain")
+        elif (known := INFORMATION.get(self._url.decode())) is not None:
+            self._send_whole(json.dumps(known).encode(), b"application/json")
         elif b'"stream": true' in self._body or b'"stream":true' in self._body:
             head = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
             self._transport.write(b"HTTP/1.1 200 OK\r\n" + head)
@@ -429,7 +435,7 @@ def started(name: str, port: int, command: list[str], root: Path = ROOT) -> Iter
 
 
 @contextlib.contextmanager
-def litellm(environment: Path, ports: list[int]) -> Iterator[Server]:
+def litellm(ports: list[int]) -> Iterator[Server]:
     """Yield LiteLLM's proxy before the stub's ports, in one process, as its makers ship it."""
     port, bases = free_port(), [f"http://127.0.0.1:{one}/v1" for one in ports]
     models = [
@@ -449,16 +455,42 @@ def litellm(environment: Path, ports: list[int]) -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.yaml").write_text(yaml.safe_dump(known))
         command = [
-            str(environment / "bin" / "litellm"), "--config", "config.yaml", "--host", "127.0.0.1",
-            "--port", str(port), "--num_workers", "1", "--telemetry", "False",
+            str(environments().absolute() / "litellm/bin/litellm"), "--config", "config.yaml",
+            "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1",
+            "--telemetry", "False",
         ]  # fmt: skip
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        with subprocess.Popen(command, env=env, cwd=folder, **quiet) as process:
-            try:
-                wait_for(f"http://127.0.0.1:{port}/health/liveliness", process)
-                yield Server("LiteLLM", port, psutil.Process(process.pid))
-            finally:
-                process.terminate()
+        ready = f"http://127.0.0.1:{port}/health/liveliness"
+        with other("LiteLLM", port, command, ready, env, folder) as server:
+            yield server
+
+
+@contextlib.contextmanager
+def rival(name: str, ports: list[int]) -> Iterator[Server]:
+    """Yield a router of others before two of the stub's ports."""
+    if name == "litellm":
+        with litellm(ports) as server:
+            yield server
+        return
+    own, urls = free_ports(), [f"http://127.0.0.1:{one}" for one in ports[:2]]
+    command = command_of(Case(name, "power_of_two", "ray_p2c"), own, urls)
+    ready = f"http://127.0.0.1:{own[0]}/readiness"
+    with other(name, own[0], command, ready, dict(os.environ)) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def other(
+    name: str, port: int, command: list[str], ready: str, env: dict[str, str],
+    folder: str | None = None,
+) -> Iterator[Server]:  # fmt: skip
+    """Yield a server of others, which is there once something answers at `ready`."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=env, cwd=folder, **quiet) as process:
+        try:
+            wait_for(ready, process)
+            yield Server(name, port, psutil.Process(process.pid))
+        finally:
+            process.kill()  # Some wait for connections that nobody closes.
 
 
 @contextlib.contextmanager
@@ -616,8 +648,7 @@ def main(args: Args) -> None:
             "own": partial(gateway, "tokenyard, own pool", own_pool()),
         }
         servers = [alone, *(stack.enter_context(others[name]()) for name in args.servers)]
-        if args.litellm is not None:
-            servers.append(stack.enter_context(litellm(args.litellm, ports)))
+        servers += [stack.enter_context(rival(name, ports)) for name in args.rivals]
         for name in ENVOYS if args.envoy is not None else ():
             assert args.envoy is not None
             servers.append(stack.enter_context(behind_envoy(args.envoy, ports, name)))

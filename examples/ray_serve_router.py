@@ -3,8 +3,8 @@
     python examples/ray_serve_router.py
 
 Two replicas answer eight requests that are sent at once. Expect how many each of them got: about
-half, since the router counts what it has sent. It takes half a minute, most of it Ray's start. For
-`ray.serve.llm` set `deployment_config.request_router_config` to the same.
+half, since the router counts what it has sent. It takes half a minute, most of it Ray's start.
+`ray.serve.llm` takes the same router: docs/serving/embedding.md.
 """
 
 from __future__ import annotations
@@ -20,17 +20,8 @@ from ray.serve.config import RequestRouterConfig
 REQUESTS = 8
 ROUTER = RequestRouterConfig(
     request_router_class="serve_app.router:PolicyRequestRouter",
-    request_router_kwargs={
-        "policy": "marginal_delay",
-        "scenario": "conversation_mixed_gpus",
-        # Speed of a replica that publishes none.
-        "profile": {
-            "iteration_s": 0.02, "prefill_token_s": 6.0e-5, "sequence_s": 5.0e-5,
-            "kv_token_s": 8.0e-8, "max_batch": 64, "token_budget": 2048,
-            "kv_capacity_tokens": 150_000,
-        },
-    },
-)  # fmt: skip
+    request_router_kwargs={"policy": "marginal_delay", "scenario": "conversation_mixed_gpus"},
+)
 
 
 class Model:

@@ -7,6 +7,8 @@ test_engine_placement.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 import ray
 from ray import serve
@@ -23,7 +25,7 @@ from ray.serve._private.common import (
 )
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
-from ray.serve.request_router import PendingRequest, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaResult, RunningReplica
 
 __all__ = [
     "CHECKED_WITH",
@@ -38,6 +40,7 @@ __all__ = [
     "put_value",
     "run_application",
     "scale_deployment",
+    "watch",
 ]
 
 CHECKED_WITH = "2.60.0"
@@ -87,6 +90,28 @@ async def choose_replica(
 ) -> RunningReplica:
     """Let a router choose, as it does for a request of its own handle."""
     return await router._choose_replica_for_request(request)
+
+
+def watch(
+    result: ReplicaResult, on_piece: Callable[[object], object],
+    on_end: Callable[[BaseException], object],
+) -> None:  # fmt: skip
+    """Have the pieces of a stream told as its caller takes them, and then how it ended.
+
+    Handles look `__anext__` up at the object, which they do not say.
+    """
+    take = result.__anext__
+
+    async def watched() -> object:
+        try:
+            piece = await take()
+        except BaseException as error:
+            on_end(error)
+            raise
+        on_piece(piece)
+        return piece
+
+    result.__anext__ = watched
 
 
 def run_application(application: Application, name: str) -> None:

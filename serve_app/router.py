@@ -7,33 +7,58 @@ deployment that names it in its `request_router_config`.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from ray.serve.request_router import (
-    FIFOMixin,
-    PendingRequest,
-    ReplicaResult,
-    RequestRouter,
-    RunningReplica,
-)
+from ray.exceptions import TaskCancelledError
+from ray.serve.exceptions import RequestCancelledError
+from ray.serve.request_router import PendingRequest, ReplicaResult, RequestRouter, RunningReplica
 
 from serve_app import ray_private
-from serve_app.cluster import CircuitBreakerSettings, EngineProfile
+from serve_app.cluster import Cluster, ExternalPool, Limits
+from serve_app.engines.base import EngineStatus
 from serve_app.engines.tokenizer import EstimatingTokenizer, plain_chat
 from serve_app.gateway import router_registry
 from serve_app.gateway.backends import profile_of, status_of
-from serve_app.gateway.clocks import RemoteClocks, steady_unix_s
-from serve_app.gateway.generation import ReplicaFailed, ReplicaFull
-from serve_app.gateway.replicas import Prompt, ReplicaTable
+from serve_app.gateway.clocks import RemoteClocks
+from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.delivery import Delivery
+from serve_app.gateway.endpoint_speed import SHARE_EVERY_S, EndpointSpeed
+from serve_app.gateway.exchange import Attempt, Backend, Call, InferenceRequest
+from serve_app.gateway.gateway import Gateway
+from serve_app.gateway.generation import (
+    Refused,
+    ReplicaFailed,
+    ReplicaFull,
+    ReplicaRefused,
+    RequestRejected,
+    Unserved,
+)
+from serve_app.gateway.replicas import ReplicaState, ReplicaTable, learn_speeds
 from serve_app.policy.manager import PolicyManager
-from tokenyard.routing.scenario import load_scenario
-from tokenyard.routing.types import Request
+from tokenyard.perf.online import PoolEstimator
 
 logger = logging.getLogger(__name__)
+
+_ANY = "any"
+"""Name of the model: a deployment has one, whatever callers call it."""
+_OF_PROMPT = {"token_ids", "prompt", "messages"}
+_EVENTS, _JSON = b"text/event-stream", b"application/json"
+_TOKEN = b'data: {"choices": [{"text": "."}]}\n\n'
+"""What a piece of a stream counts as that is not of OpenAI's API."""
+_UNLIMITED, _DAY_S = 1_000_000_000, 86_400.0
+"""Serve limits what is in flight, and for how long."""
+_LOOK_EVERY_S, _UNSENT_S, _UNREAD_S = 0.1, 5.0, 5.0
+"""Time from one look at what replicas publish to the next; until a request that was chosen a
+replica for counts as cancelled on its way there; and until an answer whose replica has ended it
+counts as ended, though its caller has not taken all of it."""
 
 
 class ChosenReplicaRouter(RequestRouter):
@@ -85,12 +110,14 @@ class ChosenReplicaRouter(RequestRouter):
         return candidates[0]
 
 
-class PolicyRequestRouter(FIFOMixin, RequestRouter):
+class PolicyRequestRouter(RequestRouter):
     """Lets a policy choose among the replicas of one deployment, ours or any other.
 
     Name it as `request_router_class="serve_app.router:PolicyRequestRouter"`; its
-    `request_router_kwargs` are those of `initialize_state`. Replicas that publish what
-    `EngineReplica` does are known by that; of others the router knows what it sent itself.
+    `request_router_kwargs` are those of `initialize_state`. It is a gateway without a data path:
+    requests are placed, logged and learned from as there. Replicas that publish what
+    `EngineReplica` does are known by that; of others the router knows what it sent, and what was
+    streamed back.
 
     Serve makes one router per process that holds a handle, and each knows only its own requests.
     """
@@ -103,25 +130,36 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         explore_fraction: float = 0.0,
         profile: Mapping[str, Any] | None = None,
         circuit_breaker: Mapping[str, Any] | None = None,
+        decision_log: str | None = None,
+        prefix_block_tokens: int = 16,
     ) -> None:
         """Make the policy, with settings as `serve_app.cluster.Cluster` has them.
 
-        `profile` is the speed of replicas that publish none, fields of `EngineProfile`.
+        `profile` is what is believed of the speed of replicas that publish none, until their
+        streams show it. `decision_log` is a folder on the machine of whoever holds a handle.
 
         Raises:
             ValueError: One of them is not what it should be.
         """
-        self._settings = CircuitBreakerSettings(**(circuit_breaker or {}))
-        self._profile = None if profile is None else EngineProfile(**profile)
+        pool = ExternalPool(
+            name="replicas", kind="external", model=_ANY, allowed=("*",), profile=profile,
+            prefix_block_tokens=prefix_block_tokens, max_ongoing=_UNLIMITED,
+        )  # fmt: skip
+        cluster = Cluster(
+            name=self._deployment_id.name, description="A deployment of Ray Serve.",
+            served_model=_ANY, scenario=scenario, baseline=baseline, pools=(pool,),
+            limits=Limits(max_in_flight=_UNLIMITED, timeout_s=_DAY_S),
+            circuit_breaker=circuit_breaker or {},
+        )  # fmt: skip
         rng = np.random.default_rng()
-        manager = PolicyManager(scenario, baseline, self._settings, rng)
+        manager = PolicyManager(scenario, baseline, cluster.circuit_breaker, rng)
         manager.switch(policy, explore_fraction, may_be_missing=True)
-        self._picker = manager.picker
-        self._table = ReplicaTable(load_scenario(scenario).mean_lengths_tokens)
-        self._clocks = RemoteClocks()
+        log = None if decision_log is None else DecisionLog(Path(decision_log))
+        backends = {pool.name: _Replicas(pool, self)}
+        self._gateway = Gateway(cluster, manager, backends, log=log)
         self._tokenizer = EstimatingTokenizer()
-        self._unsent: dict[str, PendingRequest] = {}
-        self._reserved_at: dict[str, str] = {}
+        self._calls: dict[int, _Call] = {}
+        """Of requests under way, which each call holds, by their identity: ids may be shared."""
 
     async def choose_replicas(
         self,
@@ -129,29 +167,16 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Return the candidates one by one, from the cheapest to the costliest."""
-        if pending_request is None or len(candidate_replicas) < 2:
+        if pending_request is None:
             return [candidate_replicas]
-        now_s = steady_unix_s()
-        for replica in candidate_replicas:
-            if not self._track(replica, now_s):
-                return [candidate_replicas]  # Nothing is known of its speed: any will do.
-        by_id = {r.replica_id.unique_id: r for r in candidate_replicas}
-        self._table.keep("", by_id)
-        self._clocks.keep(by_id)
-        offered = self._table.offered(now_s, self._settings.stale_after_s)
-        prompt = Prompt(self._token_ids(pending_request))
-        length = len(prompt.token_ids)
-        request = Request(now_s, length, self._picker.policy.loaded.predicted_total_tokens(length))
-        snapshots = self._table.snapshots(offered, prompt)
-        choice = self._picker.pick(request, snapshots, last_sent_s=snapshots.last_sent_s)
-        # Reserved at once: the next request may be placed before this one is on its way.
-        ids = snapshots.candidates.replica_ids
-        self._reserve(pending_request, ids[choice.index], prompt)
-        order = list(range(len(ids)))
-        if choice.scores is not None:
-            order = np.argsort(choice.scores, kind="stable").tolist()
-        order.remove(choice.index)
-        return [[by_id[ids[i]]] for i in (choice.index, *order)]
+        call = self._calls.get(id(pending_request))
+        if call is None:
+            call = self._open(pending_request)
+        call.watch_future()
+        order = await asyncio.shield(call.order)
+        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        ranked = [[by_id.pop(name)] for name in order if name in by_id]
+        return [*ranked, [*by_id.values()]] if by_id else ranked
 
     def on_request_routed(
         self,
@@ -159,65 +184,205 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         replica_id: ray_private.ReplicaID,
         result: ReplicaResult,
     ) -> None:
-        """Reserve a place at the replica that got the request, which may be another's pick."""
-        prompt = Prompt(self._token_ids(pending_request))
-        self._reserve(pending_request, replica_id.unique_id, prompt)
-        self._unsent.pop(pending_request.metadata.internal_request_id, None)
+        """Follow the answer of the replica that got the request, which may be a stand-in."""
+        if (call := self._calls.get(id(pending_request))) is not None:
+            call.follow(replica_id.unique_id, result)
 
-    def on_request_completed(
-        self, replica_id: ray_private.ReplicaID, internal_request_id: str
-    ) -> None:
-        """Give its place back."""
-        self._unsent.pop(internal_request_id, None)
-        self._close(internal_request_id)
+    def _open(self, pending: PendingRequest) -> _Call:
+        """Have the gateway place a request."""
+        body = _body_of(pending)
+        call = self._calls[id(pending)] = _Call(pending)
+        path = b"/v1/chat/completions" if "messages" in body else b"/v1/completions"
+        most = body.get("max_completion_tokens") or body.get("max_tokens") or 0
+        request = InferenceRequest(
+            pending.metadata.request_id, self._token_ids(body),
+            most if isinstance(most, int) else 0, Call(path, b"", b"", bool(body.get("stream"))),
+            sender=call,
+        )  # fmt: skip
+        call.start(self._serve(request, call), lambda: self._calls.pop(id(pending)))
+        return call
 
-    def _reserve(self, pending_request: PendingRequest, replica_id: str, prompt: Prompt) -> None:
-        request_id = pending_request.metadata.internal_request_id
-        self._close(request_id)
-        for other_id, other in list(self._unsent.items()):
-            if other.future.cancelled():
-                del self._unsent[other_id]
-                self._close(other_id)
-        self._unsent[request_id] = pending_request
-        state = self._table.replicas.get(replica_id)
-        if state is None:
-            return
-        length = len(prompt.token_ids)
-        output = max(self._picker.policy.loaded.predicted_total_tokens(length) - length, 1.0)
-        state.send(request_id, prompt, state.match_tokens(prompt), output, steady_unix_s())
-        self._reserved_at[request_id] = replica_id
+    async def _serve(self, request: InferenceRequest, call: _Call) -> None:
+        try:
+            service_class = self._gateway.cluster.classes[0]
+            await self._gateway.serve(request, service_class, call)
+        except (Refused, Unserved, RequestRejected) as error:
+            logger.debug("request %s: %s", request.request_id, error)  # Serve tells its caller.
+        finally:
+            if not call.order.done():
+                call.order.set_result([])  # Any will do.
 
-    def _close(self, request_id: str) -> None:
-        state = self._table.replicas.get(self._reserved_at.pop(request_id, ""))
-        if state is not None:
-            state.in_flight.close(request_id, steady_unix_s())
-
-    def _track(self, replica: RunningReplica, now_s: float) -> bool:
-        profile = profile_of(replica) or self._profile
-        if profile is None:
-            return False
-        replica_id = replica.replica_id.unique_id
-        state = self._table.add(replica_id, "", profile, 0, now_s)
-        status = status_of(replica)
-        if status is not None:
-            state.publish(self._clocks.to_ours(replica_id, status, now_s))
-        return True
-
-    def _token_ids(self, pending_request: PendingRequest) -> list[int]:
-        """Count the tokens of what looks like a prompt among the arguments."""
-        for value in (*pending_request.args, *pending_request.kwargs.values()):
-            fields = value if isinstance(value, Mapping) else _fields(value)
-            for name in ("token_ids", "prompt"):
-                prompt = _prompt(fields.get(name))
-                if isinstance(prompt, str):
-                    return self._tokenizer.encode(prompt) or [0]
-                if prompt is not None:
-                    return prompt
-            if isinstance(fields.get("messages"), list | tuple):
-                messages = [_fields(message) for message in fields["messages"]]
-                texts = [{"role": m.get("role", ""), "content": m.get("content")} for m in messages]
-                return self._tokenizer.encode(plain_chat(texts)) or [0]
+    def _token_ids(self, body: Mapping[str, Any]) -> Sequence[int]:
+        """Count the tokens of a prompt."""
+        for name in ("token_ids", "prompt"):
+            prompt = _prompt(body.get(name))
+            if isinstance(prompt, str):
+                return self._tokenizer.encode(prompt) or [0]
+            if prompt is not None:
+                return prompt
+        if isinstance(body.get("messages"), list | tuple):
+            messages = [_fields(message) for message in body["messages"]]
+            texts = [{"role": m.get("role", ""), "content": m.get("content")} for m in messages]
+            return self._tokenizer.encode(plain_chat(texts)) or [0]
         return [0]
+
+
+class _Call(Delivery):
+    """A request that Serve delivers; all but `watch_future` and `follow` is of a delivery."""
+
+    def __init__(self, pending: PendingRequest) -> None:
+        super().__init__()
+        self._pending, self._loop = pending, asyncio.get_running_loop()
+        self._watched: asyncio.Future[Any] | None = None
+        self._is_routed = self._has_head = False
+        self.order: asyncio.Future[list[str]] = self._loop.create_future()
+        """Replicas from the cheapest to the costliest; none: the policy was not asked."""
+
+    def watch_future(self) -> None:
+        """Give the place up where Serve gives the request up before a replica has it."""
+        if self._pending.future is not self._watched:
+            self._watched = self._pending.future
+            self._watched.add_done_callback(self._note_choice)
+
+    def place(self, backend: Backend, attempt: Attempt, replica_ids: Sequence[str]) -> None:
+        """Tell the router: see `Delivery.place`."""
+        self.order.set_result([*replica_ids])
+
+    def follow(self, replica_id: str, result: ReplicaResult) -> None:
+        """Watch the answer of a replica."""
+        self._is_routed, tell = True, self._loop.call_soon_threadsafe
+        self.note_other(replica_id, ReplicaRefused("a replica had no room"))
+        ray_private.watch(
+            result, lambda piece: tell(self._take, piece), lambda error: tell(self._finish, error)
+        )
+
+        def end(value: object) -> None:
+            # A caller who takes pieces more slowly than the replica makes them sees them still.
+            wait_s = _UNREAD_S if self._pending.metadata.is_streaming else 0.0
+            self._loop.call_later(wait_s, self._finish, value)
+
+        result.add_done_callback(lambda value: tell(end, value))
+
+    def _note_choice(self, future: asyncio.Future[Any]) -> None:
+        if future.cancelled():
+            self.leave()
+        else:
+            self._loop.call_later(_UNSENT_S, self._check_sent)
+
+    def _check_sent(self) -> None:
+        """Give up what was cancelled on its way; what a replica refused has another future."""
+        if not self._is_routed and self._pending.future.done():
+            self.leave()
+
+    def _take(self, piece: object) -> None:
+        """Take a piece of a stream: of an answer by OpenAI's API, or one token of any other."""
+        for part in piece if isinstance(piece, list) else [piece]:
+            status, kind, data = _part_of(part)
+            if not self._has_head:
+                self._has_head = True
+                self.show_head(((b":status", b"%d" % status), (b"content-type", kind)))
+            self.show_body(data)
+            if kind == _JSON:
+                self.show_end()  # It is whole: its caller may not ask whether more comes.
+
+    def _finish(self, end: object) -> None:
+        if isinstance(end, asyncio.CancelledError | RequestCancelledError | TaskCancelledError):
+            self.leave()
+        elif isinstance(end, Exception) and not isinstance(end, StopAsyncIteration):
+            self.show_failure(ReplicaFailed(f"a replica failed: {type(end).__name__}"))
+        elif self._has_head:
+            self.show_end()
+        else:
+            self.show_head(((b":status", b"200"),))
+            self.show_end(has_body=False)
+
+
+class _Replicas:
+    """The replicas of a deployment, as a pool of the gateway's."""
+
+    takes_any = True
+    max_model_tokens = math.inf
+
+    def __init__(self, pool: ExternalPool, router: RequestRouter) -> None:
+        self.name, self._pool, self._router = pool.name, pool, router
+        is_known = pool.profile is not None
+        self._estimator = PoolEstimator(pool.prior.iteration if is_known else None)
+        self._clocks = RemoteClocks()
+        self._seen: list[RunningReplica] | None = None
+        self._look_at_s = self._share_at_s = 0.0
+
+    def refresh(self, table: ReplicaTable, now_s: float) -> None:
+        """Take over which replicas there are, and what they publish."""
+        replicas = self._router._replicas_list
+        if replicas is self._seen and now_s < self._look_at_s:
+            return
+        self._seen, self._look_at_s = replicas, now_s + _LOOK_EVERY_S
+        by_id = {replica.replica_id.unique_id: replica for replica in replicas}
+        gone = table.replicas.keys() - by_id.keys()
+        for name in [one for one in gone if table.replicas[one].speed is not None]:
+            self._estimator.drop(name)
+        table.keep(self.name, by_id)
+        self._clocks.keep(by_id)
+        for name, replica in by_id.items():
+            state = table.replicas.get(name) or self._add(name, replica, table, now_s)
+            status = status_of(replica)
+            if status is not None:
+                status = self._clocks.to_ours(name, status, now_s)
+            elif state.speed is not None:
+                held = min(state.in_flight.held_tokens / state.profile.kv_capacity_tokens, 1.0)
+                status = EngineStatus(0, state.in_flight.count, held, now_s)
+            if status is not None:
+                state.publish(status)
+        if now_s >= self._share_at_s:
+            self._share_at_s = now_s + SHARE_EVERY_S
+            learn_speeds(table.replicas.values(), self._estimator)
+
+    def _add(
+        self, name: str, replica: RunningReplica, table: ReplicaTable, now_s: float
+    ) -> ReplicaState:
+        blocks, profile = self._pool.prefix_block_tokens, profile_of(replica)
+        if profile is not None:
+            return table.add(name, self.name, profile, blocks, now_s)
+        speed = EndpointSpeed(name, self._pool, self._estimator.add(name))
+        state = table.add(name, self.name, speed.profile, blocks, now_s)
+        state.estimate_with(speed)
+        return state
+
+    def ray_replicas(self) -> tuple[Any, ...]:
+        """None: Ray's own router would be named in this one's place."""
+        return ()
+
+    async def answer(self, replica_id: str, attempt: Attempt) -> None:
+        """Never: Serve delivers all requests."""
+        raise NotImplementedError
+
+    def host_loads(self) -> dict[str, dict[str, float]]:
+        """Nothing: the gateway that shows them is another."""
+        return {}
+
+    def by_our_clock(self, replica_id: str, status: EngineStatus, now_s: float) -> EngineStatus:
+        """Return it unchanged: no status comes with an answer."""
+        return status
+
+
+def _body_of(pending: PendingRequest) -> Mapping[str, Any]:
+    """Return the fields of the argument that looks like a request."""
+    arguments = (*pending.args, *pending.kwargs.values())
+    bodies = [value if isinstance(value, Mapping) else _fields(value) for value in arguments]
+    return next((body for body in bodies if _OF_PROMPT & body.keys()), {})
+
+
+def _part_of(part: object) -> tuple[int, bytes, bytes]:
+    """Return a piece of a stream as HTTP has it: a status, the kind of the body, and bytes."""
+    if isinstance(part, str | bytes):
+        data = part.encode() if isinstance(part, str) else part
+        if data.startswith((b"data:", b"event:", b":")):
+            return 200, _EVENTS, data
+    elif hasattr(part, "model_dump_json"):
+        code = getattr(getattr(part, "error", None), "code", 200)
+        data = part.model_dump_json().encode()
+        return code if isinstance(code, int) else 500, _JSON, data
+    return 200, _EVENTS, _TOKEN
 
 
 def _prompt(given: object) -> str | list[int] | None:
@@ -234,6 +399,6 @@ def _prompt(given: object) -> str | list[int] | None:
 def _fields(value: object) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
         return value
-    if hasattr(value, "model_fields_set"):
+    if hasattr(value, "model_fields_set") or isinstance(value, SimpleNamespace):
         return vars(value)
     return asdict(value) if hasattr(value, "__dataclass_fields__") else {}  # type: ignore[call-overload]

@@ -1,30 +1,14 @@
-"""A request that a proxy delivers, as the gateway sees it.
-
-It is read, let in, placed, logged and settled as any other of the gateway's. Only its bytes go
-another way: the proxy sends them to the replica that is picked, and shows the answer here.
-"""
+"""A request that a proxy delivers."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from serve_app.ext_proc.addresses import Addresses
-from serve_app.gateway.answer_reader import AnswerReader
-from serve_app.gateway.exchange import Attempt, Backend, Sender
+from serve_app.gateway.delivery import Delivery
+from serve_app.gateway.exchange import Attempt, Backend
 from serve_app.gateway.external import ExternalBackend
-from serve_app.gateway.generation import (
-    Headers,
-    ReplicaFailed,
-    ReplicaUnreachable,
-    RequestRejected,
-    new_id,
-)
-
-logger = logging.getLogger(__name__)
+from serve_app.gateway.generation import Headers, ReplicaUnreachable
 
 _MOST_ENDPOINTS = 3
 """The picked one, and those that stand in for it where the proxy does not reach it."""
@@ -33,133 +17,34 @@ Place = Callable[[ExternalBackend, Attempt, Sequence[str]], None]
 """Tells the proxy where a request goes: `ip:port` of endpoints, the best first."""
 
 
-class Delivery(Sender):
-    """Stands in for a caller, and for the backend of a pool."""
+class ProxyDelivery(Delivery):
+    """A delivery to endpoints that a proxy knows by their addresses."""
+
+    is_observed = False
+    """Whether another stream of the proxy than the one that asked shows the answer."""
 
     def __init__(self, addresses: Addresses, place: Place) -> None:
-        self.id = new_id()
-        self.is_placed = self.is_observed = False
-        """Whether the proxy knows where the request goes, and whether another of its streams shows
-        the answer."""
+        super().__init__()
         self._addresses, self._place = addresses, place
-        self._task: asyncio.Task[None] | None = None
-        self._attempt: Attempt | None = None
-        self._replica_id = ""
-        self._end: asyncio.Future[None] | None = None
-        """Of the present attempt."""
-        self._reader: AnswerReader | None = None
-        self._later: list[Callable[[], None]] | None = None
-        """What is shown while the gateway notes that another endpoint answers."""
-
-    def start(self, serving: Coroutine[Any, Any, None], on_end: Callable[[], object]) -> None:
-        """Have the gateway serve it; `on_end` is called at the end of all."""
-
-        def end(_: object) -> None:
-            self._go_on()
-            on_end()
-
-        self._task = asyncio.create_task(serving)
-        # A task that is cancelled before it begins runs no `finally`.
-        self._task.add_done_callback(end)
-
-    @property
-    def has_started(self) -> bool:
-        """Whether the gateway serves it, or has."""
-        return self._task is not None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether an attempt waits for the end of its answer."""
-        return self._end is not None and not self._end.done()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more of the answer counts."""
-        return self._later is None and not self.is_open
 
     async def answer(self, backend: Backend, attempt: Attempt, replica_ids: Sequence[str]) -> None:
         """Have the proxy send the request: see `serve_app.gateway.exchange.Sender`."""
-        assert isinstance(backend, ExternalBackend)
-        picked, *others = replica_ids[:_MOST_ENDPOINTS]
-        endpoint = self._addresses.of(picked) or await self._addresses.look_up(picked)
-        if endpoint is None:
+        picked = replica_ids[0]
+        if (self._addresses.of(picked) or await self._addresses.look_up(picked)) is None:
             raise ReplicaUnreachable("the name of an endpoint has no address")
-        self._attempt, self._replica_id = attempt, picked
-        self._end = asyncio.get_running_loop().create_future()
-        attempt.note_send()
-        if self.is_placed:
-            self._go_on()
-        else:
-            self.is_placed = True
-            stand_ins = [known for name in others if (known := self._addresses.of(name))]
-            self._place(backend, attempt, [endpoint, *stand_ins])
-        await self._end
+        await super().answer(backend, attempt, replica_ids)
+
+    def place(self, backend: Backend, attempt: Attempt, replica_ids: Sequence[str]) -> None:
+        """Tell the proxy the addresses of the endpoints that have one."""
+        assert isinstance(backend, ExternalBackend)
+        named = replica_ids[:_MOST_ENDPOINTS]
+        self._place(backend, attempt, [at for name in named if (at := self._addresses.of(name))])
 
     def show_head(self, headers: Headers, endpoint: str = "") -> None:
-        """Take the head of the answer, pseudo headers included.
-
-        `endpoint` is the `ip:port` that answers; empty: the proxy does not say.
-        """
-        if self._later is not None or self._is_another(endpoint):
-            self._later = self._later or []
-            self._later.append(partial(self.show_head, headers))
-        elif self._attempt is not None and self.is_open:
-            self.begun = True
-            status = dict(headers).get(b":status", b"")[:3]
-            number = int(status) if status.isdigit() else 0
-            self._reader = AnswerReader(self._attempt, self._replica_id, number, headers)
-
-    def show_body(self, piece: bytes) -> None:
-        """Take a piece of the answer's body."""
-        if self._later is not None:
-            self._later.append(partial(self.show_body, piece))
-        elif self._reader is not None and self.is_open:
-            try:
-                self._reader.feed(piece)
-            except (ReplicaFailed, RequestRejected) as error:
-                self._settle(error)
-
-    def show_end(self, has_body: bool = True) -> None:
-        """Take the end of the answer; `has_body`: its body was shown."""
-        if self._later is not None:
-            self._later.append(partial(self.show_end, has_body))
-        elif self._reader is not None and self.is_open:
-            try:
-                (self._reader.end if has_body else self._reader.end_unseen)()
-            except (ReplicaFailed, RequestRejected) as error:
-                self._settle(error)
-            else:
-                self._settle(None)
-
-    def leave(self) -> None:
-        """Note that nothing more is shown: all was, or the caller or the proxy is gone."""
-        if self._later is not None:
-            self._later.append(self.leave)
-        elif self._task is not None and (self._end is None or self.is_open):
-            self._task.cancel()
-
-    def _is_another(self, endpoint: str) -> bool:
-        """Whether another endpoint answers than the picked one; it then counts as picked."""
-        if not endpoint or not self.is_open or endpoint == self._addresses.of(self._replica_id):
-            return False
-        replica_id = min(self._addresses.replicas_at([endpoint]), default=None)
-        if replica_id is None:
-            return False
-        self.serves = replica_id
-        self._settle(ReplicaUnreachable("the proxy did not reach an endpoint"))
-        return True
-
-    def _go_on(self) -> None:
-        """Take what was shown meanwhile."""
-        later, self._later = self._later, None
-        for show in later or ():
-            show()
-
-    def _settle(self, error: Exception | None) -> None:
-        """End the attempt."""
-        assert self._end is not None
-        self._reader = None
-        if error is None:
-            self._end.set_result(None)
-        else:
-            self._end.set_exception(error)
+        """Take the head of the answer; `endpoint` is the `ip:port` that sent it; empty: unknown."""
+        if endpoint and self.is_open and endpoint != self._addresses.of(self._replica_id):
+            replica_id = min(self._addresses.replicas_at([endpoint]), default=None)
+            if replica_id is not None:
+                error = ReplicaUnreachable("the proxy did not reach an endpoint")
+                self.note_other(replica_id, error)
+        super().show_head(headers)

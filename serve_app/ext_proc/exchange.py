@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from serve_app.ext_proc import messages
 from serve_app.ext_proc.addresses import Addresses
-from serve_app.ext_proc.delivery import Delivery
+from serve_app.ext_proc.delivery import ProxyDelivery
 from serve_app.ext_proc.http2 import INTERNAL, Stream
 from serve_app.ext_proc.protocol import (
     BUFFERED,
@@ -45,7 +45,7 @@ class Site:
     max_body_bytes: int
     hides_keys: bool
     """Whether callers' keys are the gateway's, and endpoints do not get them."""
-    deliveries: dict[bytes, Delivery] = field(default_factory=dict)
+    deliveries: dict[bytes, ProxyDelivery] = field(default_factory=dict)
     """Requests under way, by the decision id that their headers get."""
 
 
@@ -72,7 +72,7 @@ class Picking:
 
     def __init__(self, site: Site, stream: Stream) -> None:
         self._site, self._stream = site, stream
-        self._delivery = Delivery(site.addresses, self._place)
+        self._delivery = ProxyDelivery(site.addresses, self._place)
         self._request_mode = self._response_mode = FULL_DUPLEX_STREAMED
         self._scope: Scope = {}
         """Of the request; empty: its head has not come."""
@@ -235,7 +235,7 @@ class Observer:
 
     def __init__(self, site: Site, stream: Stream) -> None:
         self._site, self._stream = site, stream
-        self._delivery: Delivery | None = None
+        self._delivery: ProxyDelivery | None = None
 
     def take(self, message: bytes) -> None:
         """Handle a message of the proxy."""
@@ -261,7 +261,7 @@ class Observer:
             self._delivery.leave()
 
 
-def show(delivery: Delivery, kind: str, message: Any, has_body: bool = True) -> None:
+def show(delivery: ProxyDelivery, kind: str, message: Any, has_body: bool = True) -> None:
     """Show a part of the answer; `has_body`: its body is shown, too."""
     is_end = kind == "response_trailers"
     if kind == "response_headers":

@@ -29,7 +29,7 @@ from serve_app.gateway.forwarding import EndpointAsRayReplica, Forwarder
 from serve_app.gateway.generation import Headers, ReplicaFailed, ReplicaLacks
 from serve_app.gateway.json_fields import replace_field, set_field
 from serve_app.gateway.metrics import Metrics
-from serve_app.gateway.replicas import ReplicaState, ReplicaTable
+from serve_app.gateway.replicas import ReplicaState, ReplicaTable, learn_speeds
 from serve_app.gateway.scraping import Scraper
 from serve_app.gateway.upstream import Origin
 from tokenyard.perf.online import PoolEstimator
@@ -213,8 +213,7 @@ class ExternalBackend:
                 speed = EndpointSpeed(url, self.settings, self._estimator.add(url))
                 size = self.settings.prefix_block_tokens
                 endpoint.state = table.add(url, self.name, speed.profile, size, now_s)
-                endpoint.state.speed = speed
-                endpoint.state.in_flight.meter = speed.meter
+                endpoint.state.estimate_with(speed)
             endpoint.tell(endpoint.state)
             table.drain(endpoint.state, endpoint.draining)
             self._lengths[url] = endpoint.scraper.info.max_model_len or 0
@@ -233,13 +232,7 @@ class ExternalBackend:
     def learn(self) -> None:
         """Let endpoints learn from each other, and policies from them."""
         states = [one.state for one in self._endpoints.values() if one.state is not None]
-        for state in states:
-            if state.speed is not None:
-                state.speed.meter.settle()
-        self._estimator.share()
-        for state in states:
-            if state.speed is not None:
-                state.learn(state.speed.estimate())
+        learn_speeds(states, self._estimator)
 
     def describe(self) -> dict[str, Any]:
         """Return the sources of endpoints, and their errors."""

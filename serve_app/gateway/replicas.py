@@ -21,7 +21,7 @@ import numpy as np
 from serve_app.cluster import EngineProfile
 from serve_app.engines.base import EngineStatus
 from serve_app.gateway.endpoint_speed import EndpointSpeed
-from tokenyard.perf.online import AnswerMeter
+from tokenyard.perf.online import AnswerMeter, PoolEstimator
 from tokenyard.routing import snapshot_table as columns
 from tokenyard.routing.prefix_index import PrefixIndex, block_names
 from tokenyard.routing.snapshot_table import Candidates, SnapshotTable, fill_live, offer
@@ -136,7 +136,7 @@ class InFlight:
             assumed_prefill_tokens, predicted_output_tokens, prompt_tokens, blocks, context_tokens,
             is_ours,
         )  # fmt: skip
-        if is_ours and self.meter is not None:
+        if self.meter is not None:
             self.meter.send(request_id, assumed_prefill_tokens)
         self._prefill_tokens += assumed_prefill_tokens
         self._output_tokens += predicted_output_tokens
@@ -147,9 +147,11 @@ class InFlight:
         request = self._requests.get(request_id)
         if request is None or num_generated <= request.num_generated:
             return
-        if (meter := self.meter) is not None and request.is_ours:
+        if (meter := self.meter) is not None:
             computed, context = request.assumed_prefill_tokens, request.context_tokens
-            if is_whole:
+            if not request.is_ours:
+                meter.receive_unseen(request_id, computed, context)
+            elif is_whole:
                 meter.receive_whole(request_id, num_generated, computed, context)
             else:
                 before = request.num_generated
@@ -174,7 +176,7 @@ class InFlight:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        if self.meter is not None and request.is_ours:
+        if self.meter is not None:
             self.meter.end(request_id)
         self._output_tokens -= request.predicted_output_tokens
         self._generated_tokens -= request.num_generated
@@ -287,6 +289,10 @@ class ReplicaState:
             self.profile = profile
             self._capacity = self._blocks_held()
             self._retell(self)
+
+    def estimate_with(self, speed: EndpointSpeed) -> None:
+        """Have its speed estimated from its answers."""
+        self.speed, self.in_flight.meter = speed, speed.meter
 
     @property
     def kv_tokens(self) -> float:
@@ -511,3 +517,13 @@ class ReplicaTable:
     def _row(self, number: int) -> Row:
         # Python writes into a view of memory in a third of the time that numpy needs.
         return memoryview(self.state[number])
+
+
+def learn_speeds(replicas: Iterable[ReplicaState], estimator: PoolEstimator) -> None:
+    """Let replicas of a pool learn their speeds from each other, and policies from them."""
+    estimated = [(one, one.speed) for one in replicas if one.speed is not None]
+    for _, speed in estimated:
+        speed.meter.settle()
+    estimator.share()
+    for replica, speed in estimated:
+        replica.learn(speed.estimate())

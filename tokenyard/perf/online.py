@@ -332,6 +332,8 @@ class AnswerMeter:
         """Of requests in flight: when they were sent, `_area` and `_prefill_sent` then."""
         self._area = 0.0
         """Integral over time of the requests in flight."""
+        self._unseen: dict[str, float] = {}
+        """Prompts of requests that are answered elsewhere, tokens, from their first token on."""
         self._probe, self._alone = "", ""
         """The stream that is the clock, and the request that its replica was idle for."""
         self._iterations = 0
@@ -367,6 +369,9 @@ class AnswerMeter:
         self._kv += num_new * (context + num_before)
         if self._probe == request_id:
             self._iterations += num_new
+            if self._unseen:
+                self._decoded += num_new * len(self._unseen)
+                self._kv += num_new * sum(self._unseen.values())
             if self._iterations < _FEWEST_ITERATIONS:
                 return
         elif self._probe:
@@ -382,6 +387,12 @@ class AnswerMeter:
             self._equations.append((now_s - since_s, self._iterations, *scaled))
         self._probe, self._iterations = request_id, 0
         self._since = now_s, self._prefilled, self._decoded, self._kv
+
+    def receive_unseen(self, request_id: str, computed: float, context: float) -> None:
+        """Note a stream that goes elsewhere, and has begun: it gets a token in each iteration."""
+        if request_id not in self._unseen:
+            self._prefilled += computed
+            self._unseen[request_id] = context
 
     def receive_whole(
         self, request_id: str, num_tokens: int, computed: float, context: float
@@ -412,6 +423,7 @@ class AnswerMeter:
         self._area += len(self._sent) * (now_s - self._changed_s)
         self._changed_s = now_s
         self._sent.pop(request_id, None)
+        self._unseen.pop(request_id, None)
         if self._alone == request_id:
             self._alone = ""
         if self._probe == request_id:

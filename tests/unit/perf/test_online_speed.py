@@ -161,8 +161,11 @@ def tokens_of(engine, jobs):
     return sorted(seen)
 
 
-def metered(engine, jobs, streams):
-    """The estimator of a meter that has seen an engine answer, and the meter."""
+def metered(engine, jobs, streams, gateways=1):
+    """The estimator of a meter that has seen an engine answer, and the meter.
+
+    Of several gateways that are peers it is the first one's.
+    """
     now = [0.0]
     meter = AnswerMeter(PoolEstimator().add("one"), lambda: now[0])
     meter.token_budget = engine.token_budget
@@ -172,6 +175,8 @@ def metered(engine, jobs, streams):
         name, job = str(number), jobs[number]
         if kind == 0:
             meter.send(name, job.context)
+        elif kind == 1 and number % gateways:
+            meter.receive_unseen(name, job.context, job.context)
         elif kind == 1 and streams:
             meter.receive(name, 1, received[number], job.context, job.context)
             received[number] += 1
@@ -188,11 +193,13 @@ def some_jobs(rng, num, rate_per_s):
     return [Job(at, int(rng.integers(50, 1500)), int(rng.integers(20, 200))) for at in times]
 
 
-@pytest.mark.parametrize(("streams", "most"), [(True, 0.06), (False, 0.15)])
-def test_a_meter_finds_the_speed_of_the_engine_whose_tokens_it_counts(streams, most):
+@pytest.mark.parametrize(
+    ("streams", "gateways", "most"), [(True, 1, 0.06), (True, 4, 0.06), (False, 1, 0.15)]
+)
+def test_a_meter_finds_the_speed_of_the_engine_whose_tokens_it_counts(streams, gateways, most):
     engine = Engine(0.03, 1e-4, 6e-4, 2e-7, 64, 2048, 16, 3_000, 0, 1000)
     rng = np.random.default_rng(1)
-    estimator, meter = metered(engine, some_jobs(rng, 300, 2.0), streams)
+    estimator, meter = metered(engine, some_jobs(rng, 300, 2.0), streams, gateways)
     truth = np.array([engine.a, engine.b, engine.c, engine.d])
     # A decode iteration of four, eight and sixteen sequences of 800 tokens.
     for running in (4, 8, 16):
@@ -203,6 +210,7 @@ def test_a_meter_finds_the_speed_of_the_engine_whose_tokens_it_counts(streams, m
     assert estimator.num_observations > 100
     # Whatever went through, nothing is kept of it.
     assert not meter._sent
+    assert not meter._unseen
 
 
 def test_tokens_of_others_count_where_an_endpoint_publishes_that_it_has_more():

@@ -111,7 +111,7 @@ def test_files_of_blocks_can_be_read(tmp_path):
 @pytest.mark.parametrize("page", [page for page in pages_of_use() if blocks(page, "python")])
 def test_programs_print_what_they_say(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for block in blocks(page, "python"):
+    for block in (one for one in blocks(page, "python") if one.runs):
         expected = re.findall(r"^print\(.*\)  # (.*)$", block.text, re.MULTILINE)
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
