@@ -17,19 +17,59 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 )
 from transformers.generation.continuous_batching.requests import RequestState
 
+from serve_app.engines.kv_events import CLEARED, BlockEvent, removed, stored
 from serve_app.engines.sharded import attention
 
 
 class LruLedger(BlockLedger):
     """Blocks by their content; those that no request uses are in the order of their last use."""
 
+    events: list[BlockEvent] | None = None
+    """How it has changed since somebody looked; None: nobody does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new_blocks: list[int] = []
+        """Blocks whose content was noted last."""
+
+    def register_new_hash(self, block_id: int, block_hash: int) -> int | None:
+        """Note the content of a block, or return the one that has it already."""
+        identical: int | None = super().register_new_hash(block_id, block_hash)
+        if identical is None:
+            self.new_blocks.append(block_id)
+        return identical
+
+    def release(self, block_id: int, no_cache: bool = False) -> bool:
+        """Let a request's block go; False: it stays, as others use it or may."""
+        block_hash = self.block_to_hash.get(block_id)
+        is_free = bool(super().release(block_id, no_cache))
+        if block_hash is not None and block_id not in self.block_to_hash:
+            self._tell(removed([block_hash]))
+        return is_free
+
     def evict(self, num_blocks: int) -> list[int]:
         """Forget so many unused blocks, least lately used first, and return them."""
         evicted = list(islice(self.cached_blocks, num_blocks))
-        for block in evicted:
+        hashes = [self.block_to_hash.pop(block) for block in evicted]
+        for block, block_hash in zip(evicted, hashes, strict=True):
             del self.cached_blocks[block]
-            del self.hash_to_block[self.block_to_hash.pop(block)]
+            del self.hash_to_block[block_hash]
+        if hashes:
+            self._tell(removed(hashes))
         return evicted
+
+    def evict_cached_blocks(self) -> list[int]:
+        """Forget all unused blocks, and return them."""
+        return self.evict(len(self.cached_blocks))
+
+    def reset(self) -> None:
+        """Forget all blocks."""
+        super().reset()
+        self._tell(CLEARED)
+
+    def _tell(self, event: BlockEvent) -> None:
+        if self.events is not None:
+            self.events.append(event)
 
 
 class StageCache(PagedAttentionCache):
@@ -76,7 +116,32 @@ class StageCache(PagedAttentionCache):
         token_ids = state.initial_tokens + state.generated_tokens
         for name, num_blocks in complete_blocks.items():
             allocator = self.cache_allocators[name]
+            ledger, size = allocator.ledger, allocator.tokens_per_page
+            ledger.new_blocks.clear()
             allocator.mark_complete_blocks(state.request_id, token_ids, num_blocks)
+            if ledger.events is None:
+                continue
+            hashes = [
+                ledger.block_to_hash.get(one) for one in allocator.block_table[state.request_id]
+            ]
+            for block in ledger.new_blocks:
+                at = hashes.index(ledger.block_to_hash[block])
+                parent, ids = hashes[at - 1] if at else None, token_ids[at * size : (at + 1) * size]
+                ledger.events.append(stored(hashes[at], parent, ids))
+
+    def watch(self) -> None:
+        """Begin to note how the cache changes."""
+        for allocator in self.cache_allocators.values():
+            allocator.ledger.events = []
+
+    def take_events(self) -> list[BlockEvent]:
+        """Return how the cache has changed since the last call."""
+        taken: list[BlockEvent] = []
+        for allocator in self.cache_allocators.values():
+            taken += allocator.ledger.events or ()
+            if taken:
+                allocator.ledger.events = []
+        return taken
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Release the blocks of a request, the last ones first."""
