@@ -14,19 +14,8 @@ if TYPE_CHECKING:
 
 BlockEvent = tuple[Any, ...]
 """Kind and fields, in vLLM's order."""
-CLEARED: BlockEvent = ("AllBlocksCleared",)
 _KEPT_BATCHES = 10_000
 _END = (-1).to_bytes(8, "big", signed=True)
-
-
-def stored(block: int, parent: int | None, token_ids: Sequence[int]) -> BlockEvent:
-    """Say that a block is there, and after which."""
-    return "BlockStored", [block], parent, [*token_ids], len(token_ids), None
-
-
-def removed(blocks: Sequence[int]) -> BlockEvent:
-    """Say that blocks are gone."""
-    return "BlockRemoved", [*blocks]
 
 
 class KvEventPublisher:

@@ -135,12 +135,10 @@ class ServeBackend:
             )
         state = table.replicas.get(replica_id)
         if state is None:
-            size = self._pool.prefix_block_tokens
-            state = table.add(replica_id, self.name, profile, size, now_s)
-            if (published := metadata.get("kv_events")) is not None and size:
-                self._subscribers[replica_id] = EventSubscriber(
-                    replica_id, KvEvents(**published), "", state, size
-                )
+            state = table.add(replica_id, self.name, profile, self._pool.prefix_block_tokens, now_s)
+            if (published := metadata.get("kv_events")) is not None and state.block_tokens:
+                subscriber = EventSubscriber(KvEvents(**published), "", state)
+                self._subscribers[replica_id] = subscriber
         status = status_of(replica)
         if status is not None:
             state.publish(self._clocks.to_ours(replica_id, status, now_s))

@@ -54,16 +54,15 @@ class _Endpoint(EndpointAsRayReplica):
         )  # fmt: skip
         self._stuck = StuckMetrics()
         self._num_downs = 0
-        self._kv_events, self._block_tokens = pool.kv_events, pool.settings.prefix_block_tokens
+        self._pool = pool
         self._subscriber: EventSubscriber | None = None
 
     def start(self) -> None:
         """Begin to ask for its status, and once it has a row, for its block events."""
         self.scraper.start()
-        if self._kv_events is not None and self.state is not None and self._subscriber is None:
-            self._subscriber = EventSubscriber(
-                self.origin.url, self._kv_events, self.origin.host, self.state, self._block_tokens
-            )
+        settings = self._pool.kv_events
+        if settings is not None and self.state is not None and self._subscriber is None:
+            self._subscriber = EventSubscriber(settings, self.origin.host, self.state)
 
     def stop(self) -> None:
         """Ask for nothing any more."""

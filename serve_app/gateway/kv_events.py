@@ -16,15 +16,15 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field, FiniteFloat
 
 from serve_app.endpoints import KvEvents
+from serve_app.gateway.replicas import ReplicaState
 from tokenyard.config import FrozenModel
-from tokenyard.routing.prefix_index import WHOLE_PROMPT, block_names
-from tokenyard.types import IntArray
+from tokenyard.routing.prefix_index import REMOVED, STORED, WHOLE_PROMPT, block_names
 
 if TYPE_CHECKING:
     import zmq.asyncio
@@ -77,25 +77,12 @@ def adapter_number(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-class BlockCache(Protocol):
-    """Who is told which blocks a replica has."""
-
-    def follow_events(self, follows: bool) -> None:
-        """Know from now on what is cached, which is nothing yet; or know nothing any more."""
-
-    def store_blocks(self, blocks: IntArray) -> None:
-        """Note blocks that are cached now."""
-
-    def remove_blocks(self, blocks: IntArray) -> None:
-        """Note blocks that are cached no longer."""
-
-
 class BlockEvents:
     """Batches of one replica, in the order of their numbers."""
 
-    def __init__(self, cache: BlockCache, block_tokens: int) -> None:
-        """`cache` is told what changes; blocks of any other size are left out."""
-        self._cache, self._block_tokens = cache, block_tokens
+    def __init__(self, replica: ReplicaState) -> None:
+        """The replica is told what changes."""
+        self._replica = replica
         self.problem: str | None = None
         """Why the last batch or event that was left out could not be used."""
         self.next = 0
@@ -103,8 +90,8 @@ class BlockEvents:
         self.is_complete = False
         """Whether all blocks are known."""
         self._last_s = -math.inf
-        self._names: dict[tuple[Any, Any], int] = {}
-        """Names of blocks by their group and the replica's own hash."""
+        self._blocks: dict[tuple[Any, Any], tuple[int, int]] = {}
+        """Names of blocks, and of how many copies vLLM told, by group and the replica's hash."""
 
     def begin(self) -> None:
         """Forget everything: the replica may be another."""
@@ -152,9 +139,9 @@ class BlockEvents:
         if is_complete:
             self.problem = None
         if is_complete or self.is_complete:
-            self._names.clear()
+            self._blocks.clear()
             self.is_complete = is_complete
-            self._cache.follow_events(is_complete)
+            self._replica.follow_events(is_complete)
 
     def _apply(self, event: _Event) -> None:
         if event.type == "AllBlocksCleared":
@@ -164,33 +151,47 @@ class BlockEvents:
         keys = [(event.group_idx, each) for each in event.block_hashes]
         if event.type == "BlockStored" and not self._fits(event):
             return
-        # A hash that stands for other tokens than before tells of neither.
-        gone = [name for key in keys if (name := self._names.pop(key, None)) is not None]
-        if gone:
-            self._cache.remove_blocks(np.array(gone, dtype=np.int64))
         if event.type == "BlockRemoved":
-            return
-        parent: int | None = WHOLE_PROMPT
+            return self._replica.hold(REMOVED, np.array(self._last_copies(keys), dtype=np.int64))
+        start, copies = WHOLE_PROMPT, 1
         if event.parent_block_hash is not None:
-            parent = self._names.get((event.group_idx, event.parent_block_hash))
+            start, copies = self._blocks.get((event.group_idx, event.parent_block_hash), (0, 0))
         elif event.lora_name is not None:
-            parent = adapter_number(event.lora_name)
-        if parent is not None:
-            names = block_names(event.token_ids, self._block_tokens, parent)
-            self._names.update(zip(keys, names.tolist(), strict=True))
-            self._cache.store_blocks(names)
+            start = adapter_number(event.lora_name)
+        if not copies:
+            return  # It goes on from an image, or the like.
+        names = block_names(event.token_ids, self._replica.block_tokens, start)
+        for key, name in zip(keys, names.tolist(), strict=True):
+            known, copies = self._blocks.get(key, (name, 0))
+            if known != name:
+                return self._lose("its hashes are not of all tokens up to a block's end")
+            self._blocks[key] = name, copies + 1
+        self._replica.hold(STORED, names)
+
+    def _last_copies(self, keys: list[tuple[Any, Any]]) -> list[int]:
+        """Take a copy of each block away; return the names of those that have none left."""
+        gone = []
+        for key in keys:
+            name, copies = self._blocks.pop(key, (0, 0))
+            if copies > 1:
+                self._blocks[key] = name, copies - 1
+            elif copies:
+                gone.append(name)
+        return gone
 
     def _fits(self, event: _Event) -> bool:
         """Whether blocks are of a prompt's tokens alone, and of the pool's size."""
         if event.kv_cache_spec_kind not in _WHOLE_CONTEXT:
             return False
-        if event.block_size != self._block_tokens:
-            self._lose(f"its blocks have {event.block_size} tokens, not {self._block_tokens}")
+        if event.block_size != self._replica.block_tokens:
+            self._lose(
+                f"its blocks have {event.block_size} tokens, not {self._replica.block_tokens}"
+            )
             return False
         # Images and salts are in extra keys; an adapter's name may be, and has its own field.
         lora = event.lora_name
         return (
-            len(event.token_ids) == len(event.block_hashes) * self._block_tokens
+            len(event.token_ids) == len(event.block_hashes) * self._replica.block_tokens
             and (event.lora_id is None or lora is not None)
             and all(not keys or keys == [lora] for keys in event.extra_keys or ())
         )
@@ -221,15 +222,13 @@ def _named(names: Sequence[str], values: Any) -> Mapping[str, Any]:
 class EventSubscriber:
     """Connects to one replica, again and again, and asks for what it has missed."""
 
-    def __init__(
-        self, name: str, settings: KvEvents, host: str, cache: BlockCache, block_tokens: int
-    ) -> None:
-        """Nothing is connected before `start`; `host` stands for `*` in addresses."""
-        self._name, self._topic = name, settings.topic.encode()
+    def __init__(self, settings: KvEvents, host: str, replica: ReplicaState) -> None:
+        """Begin, on the event loop; `host` stands for `*` in addresses."""
+        self._name, self._topic = replica.replica_id, settings.topic.encode()
         host = f"[{host}]" if ":" in host else host
         self._address = settings.endpoint.replace("*", host)
         self._replay_address = (settings.replay_endpoint or "").replace("*", host)
-        self._events = BlockEvents(cache, block_tokens)
+        self._events = BlockEvents(replica)
         self._told: tuple[bool, str | None] = (False, None)
         self._task: asyncio.Task[None] | None = asyncio.create_task(self._run())
 

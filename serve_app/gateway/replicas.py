@@ -329,26 +329,25 @@ class ReplicaState:
         self._prefixes.forget(self.row)
         self.in_flight.closed = None
         if follows:
-            self.in_flight.closed = partial(self._hold, prefix_index.ENDED)
+            self.in_flight.closed = partial(self.hold, prefix_index.ENDED)
             for _, blocks in self.in_flight.prompts():
-                self._hold(prefix_index.SENT, blocks)
+                self.hold(prefix_index.SENT, blocks)
 
-    def store_blocks(self, blocks: IntArray) -> None:
-        """Note blocks that its events say are cached."""
-        self._hold(prefix_index.STORED, blocks)
-
-    def remove_blocks(self, blocks: IntArray) -> None:
-        """Note blocks that its events say are cached no longer."""
-        self._hold(prefix_index.REMOVED, blocks)
-
-    def _hold(self, reason: int, blocks: IntArray) -> None:
+    def hold(self, reason: int, blocks: IntArray) -> None:
+        """Note why blocks are cached there, or are no longer: see `PrefixIndex.hold`."""
         self._prefixes.hold(blocks, self.row, reason)
 
     def _note_sent(self, blocks: IntArray) -> None:
         if self.in_flight.closed is not None:
-            self._hold(prefix_index.SENT, blocks)
+            self.hold(prefix_index.SENT, blocks)
         elif self.block_tokens:
             self._prefixes.send(blocks, self.row, self._capacity)
+
+    def leave(self) -> None:
+        """Tell whoever has the row next nothing of what still ends here or is said to be cached."""
+        self._prefixes.forget(self.row)
+        self._prefixes = PrefixIndex()
+        self.tell([0.0] * columns.NUM_STATE)
 
     def match_tokens(self, prompt: Prompt) -> int:
         """Leading tokens of a prompt that are probably cached; never the last one."""
@@ -449,9 +448,7 @@ class ReplicaTable:
         gone = [r for r in self.replicas.values() if r.pool == pool and r.replica_id not in kept]
         for replica in gone:
             del self.replicas[replica.replica_id]
-            self._prefixes[replica.block_tokens].forget(replica.row)
-            # What still ends there must not be told to whoever has the row next.
-            replica.tell([0.0] * columns.NUM_STATE)
+            replica.leave()
             self._at[replica.row] = None
             self._free.append(replica.row)
         if gone:

@@ -45,9 +45,12 @@ _NUM_USED = 0
 _FIRST_FREE = 1
 _NUM_EVER = 2
 _NOBODY = -1
-# Why a row has a block: how many prompts with it are on their way, and whether it is stored.
+# Why a row has a block: how many prompts with it are on their way, and whether it is stored; or
+# that it was sent there lately.
 SENT, ENDED = 1, -1
 STORED, REMOVED = 1 << 30, -(1 << 30)
+_RECENT = 0
+_NO_BLOCKS: IntArray = np.zeros(0, np.int64)
 WHOLE_PROMPT = 0
 """What blocks without a parent go on from."""
 
@@ -197,26 +200,15 @@ def _drop(
 
 
 @compiled
-def _keep(
-    row: int, most: int,
-    block_counts: IntArray, names: IntArray, block_slots: Slots, holders: Bits,
-    held_counts: IntArray, held: IntArray, held_slots: Slots, links: Slots, ends: IntArray,
-) -> None:  # fmt: skip
-    """Drop what was sent to a row first, so that it keeps no more than `most` blocks."""
-    while ends[row][_NUM_HELD] > most:
-        _drop(
-            row, ends[row][_OLDEST], block_counts, names, block_slots, holders,
-            held_counts, held, held_slots, links, ends,
-        )  # fmt: skip
-
-
-@compiled
 def _hold(
-    blocks: IntArray, row: int, reason: int,
+    blocks: IntArray, row: int, reason: int, most: int,
     block_counts: IntArray, names: IntArray, block_slots: Slots, holders: Bits,
     held_counts: IntArray, held: IntArray, held_slots: Slots, links: Slots, ends: IntArray,
 ) -> None:  # fmt: skip
-    """Add a reason for a row to have blocks, or take one away; what has none left is dropped."""
+    """Add a reason for a row to have blocks, or take one away; what has none left is dropped.
+
+    Of blocks that were sent lately, no more than `most` are kept.
+    """
     word, bit = row // _WORD_BITS, _ONE << np.uint64(row % _WORD_BITS)
     end = ends[row]
     for i in range(blocks.shape[0]):
@@ -237,51 +229,26 @@ def _hold(
             holders[block, word] |= bit
             end[_NUM_HELD] += 1
             _append(links, end, held_slots[at] - 1)
+        elif reason == _RECENT:
+            _unlink(links, end, held_slots[at] - 1)
+            _append(links, end, held_slots[at] - 1)
         one = held_slots[at] - 1
-        reasons = links[one, _REASONS]
         if reason == STORED:
-            reasons |= STORED
+            links[one, _REASONS] |= STORED
         elif reason == REMOVED:
-            reasons &= ~STORED
-        elif reason == SENT or reasons & ~STORED:
-            reasons += reason
-        links[one, _REASONS] = reasons
-        if reasons == 0:
+            links[one, _REASONS] &= ~STORED
+        elif reason == SENT or links[one, _REASONS] & ~STORED:
+            links[one, _REASONS] += reason
+        if reason < 0 and links[one, _REASONS] == 0:
             _drop(
                 row, one, block_counts, names, block_slots, holders,
                 held_counts, held, held_slots, links, ends,
             )  # fmt: skip
-
-
-@compiled
-def _send(
-    blocks: IntArray, row: int, capacity_blocks: int,
-    block_counts: IntArray, names: IntArray, block_slots: Slots, holders: Bits,
-    held_counts: IntArray, held: IntArray, held_slots: Slots, links: Slots, ends: IntArray,
-) -> None:  # fmt: skip
-    """Put blocks at the newer end of a row's list, and drop what is too much at the older."""
-    word, bit = row // _WORD_BITS, _ONE << np.uint64(row % _WORD_BITS)
-    end = ends[row]
-    for i in range(blocks.shape[0]):
-        at = _find(block_slots, names, blocks[i])
-        if block_slots[at] == 0:
-            block_slots[at] = _take(block_counts, names, blocks[i]) + 1
-            holders[block_slots[at] - 1] = 0
-        block = block_slots[at] - 1
-        key = (block << 32) | row
-        at = _find(held_slots, held, key)
-        if held_slots[at] == 0:
-            held_slots[at] = _take(held_counts, held, key) + 1
-            links[held_slots[at] - 1, _REASONS] = 0
-            holders[block, word] |= bit
-            end[_NUM_HELD] += 1
-        else:
-            _unlink(links, end, held_slots[at] - 1)
-        _append(links, end, held_slots[at] - 1)
-    _keep(
-        row, capacity_blocks, block_counts, names, block_slots, holders,
-        held_counts, held, held_slots, links, ends,
-    )  # fmt: skip
+    while reason == _RECENT and end[_NUM_HELD] > most:
+        _drop(
+            row, end[_OLDEST], block_counts, names, block_slots, holders,
+            held_counts, held, held_slots, links, ends,
+        )  # fmt: skip
 
 
 @compiled
@@ -365,7 +332,6 @@ class PrefixIndex:
         self._left: Bits = np.zeros(1, np.uint64)
         # Loads what is compiled, or the first decision would wait for it.
         self.send(block_names([0], 1), row=0, capacity_blocks=0)
-        self.hold(block_names([0], 1), 0, ENDED)
         self.match(block_names([0], 1), 1, np.zeros(1, np.int64))
 
     @property
@@ -393,7 +359,7 @@ class PrefixIndex:
             capacity_blocks: Most that it holds.
         """
         self._make_room(len(blocks), row)
-        _send(blocks, row, capacity_blocks, *self._arrays())
+        _hold(blocks, row, _RECENT, capacity_blocks, *self._arrays())
 
     def hold(self, blocks: IntArray, row: int, reason: int) -> None:
         """Note why a row has blocks, or has them no longer.
@@ -402,7 +368,7 @@ class PrefixIndex:
         the replica, and do not. A row that is told this is sent nothing by `send`.
         """
         self._make_room(len(blocks) if reason > 0 else 0, row)
-        _hold(blocks, row, reason, *self._arrays())
+        _hold(blocks, row, reason, 0, *self._arrays())
 
     def match_row(self, blocks: IntArray, row: int) -> int:
         """How many leading blocks one row is believed to hold."""
@@ -413,7 +379,7 @@ class PrefixIndex:
     def forget(self, row: int) -> None:
         """Forget all that was sent to a row."""
         if row < len(self._ends):
-            _keep(row, 0, *self._arrays())
+            _hold(_NO_BLOCKS, row, _RECENT, 0, *self._arrays())
 
     def _arrays(self) -> tuple[Any, ...]:
         blocks, held = self._blocks, self._held

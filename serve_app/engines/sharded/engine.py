@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from serve_app.engine_config import EngineConfig
 from serve_app.engines.admission import Admission, reason_line
 from serve_app.engines.base import Chunk, EngineError, EngineStats, FinishReason, Sampling
-from serve_app.engines.kv_events import CLEARED, KvEventPublisher
+from serve_app.engines.kv_events import KvEventPublisher
 from serve_app.engines.models import check_plan, find_model, read_shape
 from serve_app.engines.sharded.messages import GroupLimits, Progress, RankReport, RequestNames
 from tokenyard.routing.types import OrderKey
@@ -516,7 +516,7 @@ class ShardedEngine:
         if self._admission.closed is None:
             self._admission.close(reason)
             if self._publisher is not None:
-                self._publisher.publish([CLEARED])
+                self._publisher.publish([("AllBlocksCleared",)])
             # The ranks that are left wait in a collective for the one that is gone.
             for rank in self._group.ranks:
                 with contextlib.suppress(RayError):

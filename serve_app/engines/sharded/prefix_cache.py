@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 )
 from transformers.generation.continuous_batching.requests import RequestState
 
-from serve_app.engines.kv_events import CLEARED, BlockEvent, removed, stored
+from serve_app.engines.kv_events import BlockEvent
 from serve_app.engines.sharded import attention
 
 
@@ -27,24 +27,12 @@ class LruLedger(BlockLedger):
     events: list[BlockEvent] | None = None
     """How it has changed since somebody looked; None: nobody does."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.new_blocks: list[int] = []
-        """Blocks whose content was noted last."""
-
-    def register_new_hash(self, block_id: int, block_hash: int) -> int | None:
-        """Note the content of a block, or return the one that has it already."""
-        identical: int | None = super().register_new_hash(block_id, block_hash)
-        if identical is None:
-            self.new_blocks.append(block_id)
-        return identical
-
     def release(self, block_id: int, no_cache: bool = False) -> bool:
         """Let a request's block go; False: it stays, as others use it or may."""
         block_hash = self.block_to_hash.get(block_id)
         is_free = bool(super().release(block_id, no_cache))
         if block_hash is not None and block_id not in self.block_to_hash:
-            self._tell(removed([block_hash]))
+            self.tell("BlockRemoved", [block_hash])
         return is_free
 
     def evict(self, num_blocks: int) -> list[int]:
@@ -54,8 +42,7 @@ class LruLedger(BlockLedger):
         for block, block_hash in zip(evicted, hashes, strict=True):
             del self.cached_blocks[block]
             del self.hash_to_block[block_hash]
-        if hashes:
-            self._tell(removed(hashes))
+        self.tell("BlockRemoved", hashes)
         return evicted
 
     def evict_cached_blocks(self) -> list[int]:
@@ -65,9 +52,10 @@ class LruLedger(BlockLedger):
     def reset(self) -> None:
         """Forget all blocks."""
         super().reset()
-        self._tell(CLEARED)
+        self.tell("AllBlocksCleared")
 
-    def _tell(self, event: BlockEvent) -> None:
+    def tell(self, *event: Any) -> None:
+        """Note a change, if somebody looks."""
         if self.events is not None:
             self.events.append(event)
 
@@ -116,31 +104,23 @@ class StageCache(PagedAttentionCache):
         token_ids = state.initial_tokens + state.generated_tokens
         for name, num_blocks in complete_blocks.items():
             allocator = self.cache_allocators[name]
-            ledger, size = allocator.ledger, allocator.tokens_per_page
-            ledger.new_blocks.clear()
+            ledger, num_known = allocator.ledger, len(allocator.ledger.hash_to_block)
             allocator.mark_complete_blocks(state.request_id, token_ids, num_blocks)
-            if ledger.events is None:
-                continue
-            hashes = [
-                ledger.block_to_hash.get(one) for one in allocator.block_table[state.request_id]
-            ]
-            for block in ledger.new_blocks:
-                at = hashes.index(ledger.block_to_hash[block])
-                parent, ids = hashes[at - 1] if at else None, token_ids[at * size : (at + 1) * size]
-                ledger.events.append(stored(hashes[at], parent, ids))
-
-    def watch(self) -> None:
-        """Begin to note how the cache changes."""
-        for allocator in self.cache_allocators.values():
-            allocator.ledger.events = []
+            if ledger.events is not None:
+                table, size = allocator.block_table[state.request_id], allocator.tokens_per_page
+                # In the order in which they were noted.
+                for block_hash, block in islice(ledger.hash_to_block.items(), num_known, None):
+                    at = table.index(block)
+                    parent = ledger.block_to_hash[table[at - 1]] if at else None
+                    ids = token_ids[at * size : (at + 1) * size]
+                    ledger.tell("BlockStored", [block_hash], parent, ids, size, None)
 
     def take_events(self) -> list[BlockEvent]:
-        """Return how the cache has changed since the last call."""
+        """Return how the cache has changed since the last call, of which all is noted from then."""
         taken: list[BlockEvent] = []
         for allocator in self.cache_allocators.values():
             taken += allocator.ledger.events or ()
-            if taken:
-                allocator.ledger.events = []
+            allocator.ledger.events = []
         return taken
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:

@@ -400,7 +400,7 @@ class LockstepManager(ContinuousBatchingManager):
             self.output_router = _Nowhere()
             self._wake_up_loop = _ImmediateFuture()
         self._stage, self._first_layer = _stage_config(model, config)
-        self._has_events = config.kv_events
+        self._has_events = config.kv_events and self.is_tp_driver
         self._last_batch_s, self._last_batch_size = math.nan, 0
         self._pace = None
         if config.emulates is not None and self.is_tp_driver:  # The others wait for rank 0 anyway.
@@ -470,8 +470,8 @@ class LockstepManager(ContinuousBatchingManager):
             model_supports_logits_to_keep=True,
         )
         cache.first_layer = self._first_layer
-        if self._has_events and self.is_tp_driver:
-            cache.watch()
+        if self._has_events:
+            cache.take_events()
         update_cb_config_after_cache_creation(
             cb_config=batching, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
         )
@@ -514,7 +514,7 @@ class LockstepManager(ContinuousBatchingManager):
             self._last_batch_s = time.perf_counter() - self._begun_s
             self._last_batch_size = len(batch_processor.inputs_and_outputs.requests_in_batch)
         if self.is_tp_driver:
-            blocks = batch_processor.cache.take_events()
+            blocks = batch_processor.cache.take_events() if self._has_events else []
             self._outbox.publish(self._stats(batch_processor), blocks)
         return going_on
 

@@ -37,7 +37,7 @@ async def subscribed(settings, block_tokens):
     """Yield what a gateway keeps of the replica that publishes there."""
     table = ReplicaTable((100.0, 10.0))
     replica = table.add("r", "pool", PROFILE, block_tokens, 0.0)
-    subscriber = EventSubscriber("r", settings, "127.0.0.1", replica, block_tokens)
+    subscriber = EventSubscriber(settings, "127.0.0.1", replica)
     try:
         yield replica, subscriber._events
     finally:

@@ -1,6 +1,7 @@
 """What the gateway believes to be cached, against a replica that says what it has."""
 
 import struct
+from collections import Counter
 from itertools import count
 
 import msgpack
@@ -24,13 +25,15 @@ class Engine:
     """A replica that has blocks, by all tokens up to their ends, and publishes what changes."""
 
     def __init__(self, kept_batches, as_maps, clock):
-        self.blocks, self.as_maps, self.clock = {}, as_maps, clock
+        self.blocks, self.as_maps, self.clock = Counter(), as_maps, clock
         self.numbers, self.kept, self.kept_batches = count(), [], kept_batches
 
-    def store(self, prompt, num_blocks):
+    def store(self, prompt, num_blocks, again=False):
+        """Store what is new of a prompt; or compute it again beside what is there, as vLLM does."""
         ends = range(BLOCK_TOKENS, (num_blocks + 1) * BLOCK_TOKENS, BLOCK_TOKENS)
-        new = [tuple(prompt[:end]) for end in ends if tuple(prompt[:end]) not in self.blocks]
-        self.blocks |= dict.fromkeys(new)
+        blocks = [tuple(prompt[:end]) for end in ends]
+        new = [block for block in blocks if again or block not in self.blocks]
+        self.blocks.update(new)
         if not new:
             return self.publish()
         parent = new[0][:-BLOCK_TOKENS]
@@ -49,7 +52,7 @@ class Engine:
         gone = []
         for _ in range(min(num_blocks, len(self.blocks))):
             gone.append(max(self.blocks, key=len))
-            del self.blocks[gone[-1]]
+            self.blocks -= Counter([gone[-1]])
         fields = {"type": "BlockRemoved", "block_hashes": [*map(hash_of, gone)], "medium": "GPU",
                   "group_idx": 0}  # fmt: skip
         return self.publish(fields)
@@ -57,7 +60,9 @@ class Engine:
     def change(self, what, prompt, num_blocks):
         if what == "clear":
             return self.clear()
-        return self.store(prompt, num_blocks) if what == "store" else self.remove(num_blocks)
+        if what == "remove":
+            return self.remove(num_blocks)
+        return self.store(prompt, num_blocks, again=what == "copy")
 
     def clear(self):
         self.blocks.clear()
@@ -112,9 +117,10 @@ def hear(events, engine, batch, replays):
         events.take(*batch, is_all=True)
 
 
+KINDS = ["store"] * 6 + ["remove"] * 3 + ["copy", "clear", "restart", "repeat", "blip"]
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["store"] * 6 + ["remove"] * 3 + ["clear", "restart", "repeat", "blip"]),
+        st.sampled_from(KINDS),
         st.integers(0, len(PROMPTS) - 1), st.integers(1, MOST_BLOCKS), st.booleans(),
     ), max_size=40,
 )  # fmt: skip
@@ -125,7 +131,7 @@ STEPS = st.lists(
 def test_the_index_has_the_replicas_blocks_or_none_whatever_is_lost(steps, kept_batches, as_maps):
     """Without replay no batches are kept; then, or where too few are, what is lost is lost."""
     clock, (table, replica) = count(), a_replica()
-    engine, events = Engine(kept_batches, as_maps, clock), BlockEvents(replica, BLOCK_TOKENS)
+    engine, events = Engine(kept_batches, as_maps, clock), BlockEvents(replica)
 
     def connect():
         events.begin()
@@ -160,7 +166,7 @@ def test_the_index_has_the_replicas_blocks_or_none_whatever_is_lost(steps, kept_
 @given(STEPS)
 def test_a_prompt_counts_as_cached_until_its_answer_ends_or_it_is_stored(steps):
     table, replica = a_replica()
-    engine, events = Engine(1000, False, count()), BlockEvents(replica, BLOCK_TOKENS)
+    engine, events = Engine(1000, False, count()), BlockEvents(replica)
     events.end_replay()
     open_prompts = []
     for what, number, num_blocks, closes in steps:
@@ -190,7 +196,7 @@ def test_a_prompt_counts_as_cached_until_its_answer_ends_or_it_is_stored(steps):
 
 def test_a_replica_that_counts_from_0_again_is_forgotten_at_once():
     table, replica = a_replica()
-    clock, events = count(), BlockEvents(replica, BLOCK_TOKENS)
+    clock, events = count(), BlockEvents(replica)
     engine = Engine(0, False, clock)
     for prompt in PROMPTS:
         events.take(*engine.store(prompt, MOST_BLOCKS))
@@ -202,7 +208,7 @@ def test_a_replica_that_counts_from_0_again_is_forgotten_at_once():
 
 def test_blocks_of_adapters_images_and_salts_are_not_those_of_the_text():
     table, replica = a_replica()
-    events, numbers = BlockEvents(replica, BLOCK_TOKENS), count()
+    events, numbers = BlockEvents(replica), count()
     index, name = table._prefixes[BLOCK_TOKENS], adapter_number(ADAPTER)
 
     def tell(*event):
@@ -223,11 +229,14 @@ def test_blocks_of_adapters_images_and_salts_are_not_those_of_the_text():
     assert tell("BlockRemoved", [7], "GPU", 1) == (2, 2)
     assert tell("BlockRemoved", [6]) == (2, 0)
     assert tell("SomethingNew", [7]) == (2, 0)
-    # A hash of the block alone, as older engines have it, may stand for two: then for neither.
+    # A hash of the block's tokens alone, as older engines have it, does not tell what is removed.
     assert tell("BlockStored", [7], 7, PROMPTS[0][2:4], 2, None) == (0, 0)
+    assert "hashes" in events.problem
+    assert tell("AllBlocksCleared") == (0, 0)
+    assert events.is_complete
     assert tell("BlockStored", [8], None, [1, 2, 3], 3, None) == (0, 0)
-    assert not events.is_complete
     assert "3 tokens" in events.problem
+    assert not events.is_complete
 
 
 SCRAPS = st.recursive(
@@ -255,7 +264,7 @@ EVENTS = st.tuples(
 def test_no_bytes_do_more_than_end_what_is_known(payload, number, is_next):
     table, replica = a_replica()
     clock = count()
-    engine, events = Engine(1000, False, clock), BlockEvents(replica, BLOCK_TOKENS)
+    engine, events = Engine(1000, False, clock), BlockEvents(replica)
     events.take(*engine.store(PROMPTS[0], 3))
     before = believed(table)
     events.take(1 if is_next else number, payload, is_all=True)
@@ -270,7 +279,7 @@ def test_no_bytes_do_more_than_end_what_is_known(payload, number, is_next):
 
 def test_a_batch_that_is_too_large_or_too_deep_is_not_read():
     _, replica = a_replica()
-    events = BlockEvents(replica, BLOCK_TOKENS)
+    events = BlockEvents(replica)
     for payload in (b"\xc6" + struct.pack(">I", 5 << 20) + bytes(5 << 20), b"\x91" * 100_000):
         events.begin()
         events.end_replay()

@@ -13,7 +13,7 @@ from unit.stub_endpoint import stubs
 from unit.tiny_tokenizer import save_tiny_tokenizer
 
 from serve_app.cluster import Cluster
-from serve_app.engines.kv_events import CLEARED, KvEventPublisher, removed, stored
+from serve_app.engines.kv_events import KvEventPublisher
 from serve_app.engines.tokenizer import load_tokenizer
 from serve_app.gateway.backends import load_tokenizers, make_backends
 from serve_app.gateway.gateway import Gateway
@@ -78,10 +78,10 @@ async def until(is_so):
 
 def tell_all(publisher, ids):
     """Publish that all whole blocks of some tokens are stored."""
-    starts = range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS)
+    size, starts = BLOCK_TOKENS, range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS)
     publisher.publish(
         [
-            stored(at, at - BLOCK_TOKENS if at else None, ids[at : at + BLOCK_TOKENS])
+            ("BlockStored", [at], at - size if at else None, ids[at : at + size], size, None)
             for at in starts
         ]
     )
@@ -114,7 +114,9 @@ def test_a_request_goes_where_events_say_that_its_prompt_is(tmp_path, path):
                 assert after[which] == before[which] + 3
                 # What was sent counts no longer: the answers have ended.
                 assert index_of(gateway).num_blocks == num_blocks
-                publishers[which].publish([CLEARED if which else removed([*range(0, len(ids), 4)])])
+                publishers[which].publish(
+                    [("AllBlocksCleared",) if which else ("BlockRemoved", [*range(0, len(ids), 4)])]
+                )
                 await until(lambda: index_of(gateway).num_blocks == 0)
 
     asyncio.run(run())
