@@ -337,12 +337,6 @@ class ReplicaState:
         """Note why blocks are cached there, or are no longer: see `PrefixIndex.hold`."""
         self._prefixes.hold(blocks, self.row, reason)
 
-    def _note_sent(self, blocks: IntArray) -> None:
-        if self.in_flight.closed is not None:
-            self.hold(prefix_index.SENT, blocks)
-        elif self.block_tokens:
-            self._prefixes.send(blocks, self.row, self._capacity)
-
     def leave(self) -> None:
         """Tell whoever has the row next nothing of what still ends here or is said to be cached."""
         self._prefixes.forget(self.row)
@@ -373,7 +367,10 @@ class ReplicaState:
         )  # fmt: skip
         self.last_sent_s = now_s
         self._row[columns.STATE_LAST_SENT_S] = now_s
-        self._note_sent(blocks)
+        if self.in_flight.closed is not None:
+            self.hold(prefix_index.SENT, blocks)
+        elif self.block_tokens:
+            self._prefixes.send(blocks, self.row, self._capacity)
 
     def count_peers(
         self, request_id: str, num_tokens: int, num_ids: int, match_tokens: int,
@@ -384,7 +381,10 @@ class ReplicaState:
             request_id, float(num_tokens - match_tokens), output_tokens, now_s, num_ids, blocks,
             num_tokens, is_ours=False,
         )  # fmt: skip
-        self._note_sent(blocks)
+        if self.in_flight.closed is not None:
+            self.hold(prefix_index.SENT, blocks)
+        elif self.block_tokens:
+            self._prefixes.send(blocks, self.row, self._capacity)
 
     def prompt_blocks(self, prompt: Prompt, block_tokens: int) -> int:
         """Distinct blocks of that many tokens in the prompts in flight and one more."""

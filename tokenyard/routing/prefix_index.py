@@ -232,6 +232,8 @@ def _hold(
         elif reason == _RECENT:
             _unlink(links, end, held_slots[at] - 1)
             _append(links, end, held_slots[at] - 1)
+        if reason == _RECENT:
+            continue
         one = held_slots[at] - 1
         if reason == STORED:
             links[one, _REASONS] |= STORED
