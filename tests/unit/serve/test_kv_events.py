@@ -24,7 +24,7 @@ from serve_app.http.generation_reader import tokens_of
 from serve_app.policy.manager import PolicyManager
 
 BLOCK_TOKENS = 4
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "What do you have of this?"}]}
 TEXT = {"model": "m", "prompt": "What do you have of this?"}
 
