@@ -8,7 +8,6 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,9 +16,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from serve_app.cluster import Cluster, ExternalPool, load_cluster
-from serve_app.engines.tokenizer import Tokenizer
 from serve_app.gateway import interpreter
-from serve_app.gateway.backends import make_backends
+from serve_app.gateway.backends import load_tokenizers, make_backends
 from serve_app.gateway.callers import KeyFile
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.exchange import Backend
@@ -144,13 +142,12 @@ class GatewayReplica:
             limits=limits,
             tracing=tracing_of(os.environ),
         )
-        self._tokenizers: Mapping[str, Tokenizer] = {}
+        self._tokenizers = load_tokenizers(cluster, self._pools)
         self._registry = registry
         if cluster.needs_ray:
             from serve_app.allocation.replica_sets import make_allocator
-            from serve_app.ray_serve.replica import bind_pool, load_tokenizers
+            from serve_app.ray_serve.replica import bind_pool
 
-            self._tokenizers = load_tokenizers(cluster)
             self._allocator = make_allocator(
                 APP_NAME, self._gateway, backends, bind_pool, registry, options.decision_log
             )

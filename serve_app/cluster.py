@@ -6,18 +6,19 @@ that speak OpenAI's API. Files are YAML; docs/serving/cluster-file.md has an exa
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from serve_app.endpoints import (
     AnyEndpoint,
     Autoscaling,
     GatewayPath,
+    KvEvents,
     MetricNames,
+    PassedHeader,
     Pattern,
     PeerSettings,
     ServiceDiscovery,
@@ -34,10 +35,6 @@ _TIERS = frozenset(("auto", "default", "flex", "priority", "scale", "standard", 
 """OpenAI's and Anthropic's own names, which mean the first class where none has such a name."""
 DEFAULT_TENANT = "default"
 """Tenant of requests that name none of the cluster file."""
-_PASSABLE = re.compile(
-    r"(?!(authorization|connection|content-(encoding|length)|expect|host|keep-alive|proxy-.*|te|trailer"
-    r"|transfer-encoding|upgrade|x-api-key|x-order-key.*|x-prompt-tokens)$)[a-z0-9!#$%&'*+.^_`|~-]+"
-)
 _ModelName = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -146,12 +143,6 @@ class Pool(FrozenModel):
         return self.max_ongoing or self.config.max_batch + self.config.max_waiting
 
 
-def _passable(name: str) -> str:
-    if not _PASSABLE.fullmatch(name.lower()):
-        raise ValueError(f"header {name!r} cannot be passed")
-    return name.lower()
-
-
 class ExternalPool(FrozenModel):
     """Servers that run already and speak OpenAI's API."""
 
@@ -190,11 +181,13 @@ class ExternalPool(FrozenModel):
     """Longest prompt plus output; None: what the endpoints say."""
     prefix_block_tokens: Annotated[int, Field(ge=0)] = 0
     """Tokens of one block of the endpoints' prefix cache (vLLM: 16); 0: none is assumed."""
+    kv_events: KvEvents | None = None
+    """Where endpoints publish what that cache holds; None: what was sent counts as cached."""
     api_key_env: str | None = None
     """Environment variable that holds the endpoints' bearer token."""
     rewrite_model: bool = False
     """Whether answers name the model as callers ask for it, where `model` is another name."""
-    pass_headers: tuple[Annotated[str, AfterValidator(_passable)], ...] = ()
+    pass_headers: tuple[PassedHeader, ...] = ()
     """Headers of callers that its endpoints get, beside those that all endpoints get."""
     deadlines: Deadlines = Deadlines()
     commit: Literal["first_token", "first_byte"] = "first_token"
@@ -218,6 +211,8 @@ class ExternalPool(FrozenModel):
             raise ValueError("give profile or hardware, not both")
         if not (self.endpoints or self.service_discovery or self.allowed):
             raise ValueError("give endpoints, service_discovery, or what is allowed to be added")
+        if self.kv_events is not None and not self.prefix_block_tokens:
+            raise ValueError("kv_events needs prefix_block_tokens: the engine's size of a block")
         return self
 
 

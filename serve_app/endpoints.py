@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,6 +12,21 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, HttpUrl, field_validator
 
 from tokenyard.config import FrozenModel
+
+_PASSABLE = re.compile(
+    r"(?!(authorization|connection|content-(encoding|length)|expect|host|keep-alive|proxy-.*|te|trailer"
+    r"|transfer-encoding|upgrade|x-api-key|x-order-key.*|x-prompt-tokens)$)[a-z0-9!#$%&'*+.^_`|~-]+"
+)
+
+
+def _passable(name: str) -> str:
+    if not _PASSABLE.fullmatch(name.lower()):
+        raise ValueError(f"header {name!r} cannot be passed")
+    return name.lower()
+
+
+PassedHeader = Annotated[str, AfterValidator(_passable)]
+"""Name of a caller's header that endpoints may get."""
 
 
 def _absolute(path: Path) -> Path:
@@ -22,6 +38,7 @@ def _absolute(path: Path) -> Path:
 GatewayPath = Annotated[Path, AfterValidator(_absolute)]
 """A file on the machine where the gateway runs."""
 _Port = Annotated[int, Field(ge=1, le=65_535)]
+_ZmqAddress = Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$")]
 _Label = Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]
 
 
@@ -92,6 +109,24 @@ class MetricNames(FrozenModel):
     """A share, from 0 to 1."""
 
 
+class KvEvents(FrozenModel):
+    """Where replicas publish what their prefix caches hold: see `serve_app.gateway.kv_events`.
+
+    Keys are those of vLLM's `--kv-events-config`; `*` in an address is the endpoint's host.
+    """
+
+    endpoint: _ZmqAddress = "tcp://*:5557"
+    """Where events are published."""
+    replay_endpoint: _ZmqAddress | None = None
+    """Where those of the past are sent again; None: nowhere, and then a gateway that starts after
+    its endpoints believes what it sent."""
+    topic: str = ""
+    """Prefix of the topics that are read; empty: all."""
+    tokenizer: str | None = None
+    """Folder with the model's tokenizer, or a hub id; None: the pool's `model`, where that is a
+    folder, or that of an own pool of the same model."""
+
+
 Found = Mapping[str, str | None]
 """URLs of endpoints; each with the URL that names its host, where it is an address of that."""
 Pattern = Annotated[str, Field(pattern=r"^[0-9a-z*?.:/-]+$")]
@@ -138,7 +173,7 @@ class Autoscaling(FrozenModel):
 class PeerSettings(FrozenModel):
     """Other gateways and pickers before the same replicas: see `serve_app.gateway.peers`."""
 
-    listen: Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$")]
+    listen: _ZmqAddress
     """Where this one tells what it sends, as ZeroMQ names addresses: `tcp://0.0.0.0:9005`."""
-    connect: tuple[Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$")], ...]
+    connect: tuple[_ZmqAddress, ...]
     """Where the others do: `tcp://10.0.0.2:9005`. Its own address among them does no harm."""

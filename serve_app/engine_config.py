@@ -81,6 +81,9 @@ class EngineConfig(FrozenModel):
     """Most tokens computed in one iteration."""
     prefix_caching: bool = True
     """Whether prompts that begin alike share what was computed of them (`sharded`)."""
+    kv_events: bool = False
+    """Whether the engine publishes what its prefix cache holds, as vLLM does (`sharded`). Token ids
+    of prompts can then be read by whoever reaches its machine."""
     max_model_tokens: Annotated[int, Field(ge=2)] = 2048
     """Longest prompt plus output."""
     max_waiting: Annotated[int, Field(ge=0)] = 256

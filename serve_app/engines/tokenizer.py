@@ -10,6 +10,8 @@ from typing import Any, Protocol, overload
 
 import numpy as np
 
+from serve_app.engines.base import EngineError
+
 _ESTIMATE_CHARACTERS = 4
 _FACTORS = np.array([1, 0x110001, 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
 _REPLACEMENT = "\ufffd"
@@ -26,8 +28,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer begins.
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[int]:
+        """Token ids of a conversation with tools, up to where the assistant's answer begins.
 
         Raises:
             ChatRefused: The model is not made for such a conversation.
@@ -81,7 +83,7 @@ class HuggingFaceTokenizer:
             ids = encoding.ids
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[int]:
         """Token ids of a conversation by the model's template, or a plain one where it has none.
 
         Many templates raise for a system's message, or for two of the same role in a row.
@@ -92,7 +94,7 @@ class HuggingFaceTokenizer:
 
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
             raise ChatRefused(f"the model's chat template refuses them: {error}") from None
@@ -101,6 +103,20 @@ class HuggingFaceTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special ones left out."""
         return self._decode(list(token_ids), skip_special_tokens=True)
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """Load the tokenizer of a model: a folder, a hub id or `default`.
+
+    Raises:
+        ValueError: There is none, or what reads it is not installed.
+    """
+    from serve_app.engines.models import find_model
+
+    try:
+        return HuggingFaceTokenizer(model if Path(model).is_dir() else str(find_model(model)))
+    except (ImportError, EngineError) as error:
+        raise ValueError(str(error)) from None
 
 
 def _load(folder: Path) -> Any:
@@ -135,7 +151,7 @@ class EstimatingTokenizer:
         """Return a number for every four characters, equal for equal characters."""
         return list(EstimatedTokens(text))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[int]:
         """Likewise, of all messages."""
         return self.encode(plain_chat(messages))
 

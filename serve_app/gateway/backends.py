@@ -7,10 +7,13 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from serve_app.cluster import Cluster, EngineProfile, Pool
+from serve_app.endpoints import KvEvents
 from serve_app.engines.base import EngineStatus
+from serve_app.engines.tokenizer import Tokenizer, load_tokenizer
 from serve_app.gateway.clocks import RemoteClocks
 from serve_app.gateway.engine_wire import PROGRESS, STATUS_HEADER, write_generation
 from serve_app.gateway.exchange import Attempt
@@ -24,6 +27,7 @@ from serve_app.gateway.forwarding import (
 )
 from serve_app.gateway.generation import ReplicaFailed, ReplicaFull, ReplicaRefused, ReplicaTooSmall
 from serve_app.gateway.host_metrics import HOST_PREFIXES
+from serve_app.gateway.kv_events import EventSubscriber
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.replicas import ReplicaTable
 from serve_app.gateway.router_registry import ROUTERS
@@ -97,6 +101,8 @@ class ServeBackend:
         self._app_name = handle.app_name
         self._seen_version = -1
         self._endpoints: dict[str, EndpointAsRayReplica] = {}
+        self._subscribers: dict[str, EventSubscriber] = {}
+        """Of replicas that publish block events, by their ids."""
         self._clocks = RemoteClocks()
         self._forwarder = _EngineForwarder(f"a replica of pool {self.name!r}", pool.deadlines)
 
@@ -111,6 +117,8 @@ class ServeBackend:
             self._look_at(replica_id, replica, table, now_s)
         for replica_id in self._endpoints.keys() - live.keys():
             del self._endpoints[replica_id]
+            if replica_id in self._subscribers:
+                self._subscribers.pop(replica_id).stop()
         self._clocks.keep(live)
         table.keep(self.name, live)
 
@@ -128,6 +136,9 @@ class ServeBackend:
         state = table.replicas.get(replica_id)
         if state is None:
             state = table.add(replica_id, self.name, profile, self._pool.prefix_block_tokens, now_s)
+            if (published := metadata.get("kv_events")) is not None and state.block_tokens:
+                subscriber = EventSubscriber(KvEvents(**published), "", state)
+                self._subscribers[replica_id] = subscriber
         status = status_of(replica)
         if status is not None:
             state.publish(self._clocks.to_ours(replica_id, status, now_s))
@@ -176,6 +187,8 @@ class ServeBackend:
 
     async def stop(self) -> None:
         """Close the connections."""
+        for subscriber in self._subscribers.values():
+            subscriber.stop()
         await self._forwarder.client.close()
 
 
@@ -190,6 +203,34 @@ def make_backends(
     ]
     made += [ServeBackend(pool, handles[pool.name]) for pool in cluster.own_pools]
     return {backend.name: backend for backend in made}
+
+
+def load_tokenizers(
+    cluster: Cluster, backends: Mapping[str, ExternalBackend | ServeBackend]
+) -> dict[str, Tokenizer]:
+    """Load tokenizers of models that pools of ours serve, or whose endpoints publish block events.
+
+    They are by names in requests. Where endpoints' tokens cannot be known, nobody asks for events.
+    """
+    own = (*cluster.own_pools, *cluster.templates)
+    models = {cluster.model_of(pool): pool.config.model for pool in own}
+    tokenizers = {name: load_tokenizer(model) for name, model in models.items()}
+    for pool in cluster.external_pools:
+        if pool.kv_events is None:
+            continue
+        name, folder = cluster.model_of(pool), pool.kv_events.tokenizer
+        try:
+            if name not in tokenizers:
+                if folder is None and not Path(pool.model).is_dir():
+                    raise ValueError("kv_events names no tokenizer")
+                tokenizers[name] = load_tokenizer(folder or pool.model)
+            tokenizers |= dict.fromkeys(pool.loras, tokenizers[name])
+        except ValueError as error:
+            backend = backends[pool.name]
+            assert isinstance(backend, ExternalBackend)
+            backend.kv_events = None
+            logger.warning("pool %s does without block events: %s", pool.name, error)
+    return tokenizers
 
 
 def profile_of(replica: RunningReplica) -> EngineProfile | None:

@@ -28,6 +28,7 @@ from serve_app.gateway.exchange import Attempt, Downstream
 from serve_app.gateway.forwarding import EndpointAsRayReplica, Forwarder
 from serve_app.gateway.generation import Headers, ReplicaFailed, ReplicaLacks
 from serve_app.gateway.json_fields import replace_field, set_field
+from serve_app.gateway.kv_events import EventSubscriber
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.replicas import ReplicaState, ReplicaTable, learn_speeds
 from serve_app.gateway.scraping import Scraper
@@ -53,6 +54,22 @@ class _Endpoint(EndpointAsRayReplica):
         )  # fmt: skip
         self._stuck = StuckMetrics()
         self._num_downs = 0
+        self._pool = pool
+        self._subscriber: EventSubscriber | None = None
+
+    def start(self) -> None:
+        """Begin to ask for its status, and once it has a row, for its block events."""
+        self.scraper.start()
+        settings = self._pool.kv_events
+        if settings is not None and self.state is not None and self._subscriber is None:
+            self._subscriber = EventSubscriber(settings, self.origin.host, self.state)
+
+    def stop(self) -> None:
+        """Ask for nothing any more."""
+        self.scraper.stop()
+        if self._subscriber is not None:
+            self._subscriber.stop()
+            self._subscriber = None
 
     def tell(self, state: ReplicaState) -> None:
         """Write its status to a row; our requests in flight stand in for what is missing."""
@@ -128,6 +145,8 @@ class ExternalBackend:
         )  # fmt: skip
         self.client = self._forwarder.client
         self.failures = metrics.scrape_failures.labels(pool.name)
+        self.kv_events = pool.kv_events
+        """Where endpoints publish what they have cached; None: nobody asks."""
         is_known = pool.profile is not None or pool.hardware is not None
         self._estimator = PoolEstimator(pool.prior.iteration if is_known else None)
         self._share_at_s = 0.0
@@ -157,7 +176,7 @@ class ExternalBackend:
         """Begin to scrape and to look for endpoints, on the event loop; `note` hears of changes."""
         self._note, self._tasks = note or self._note, []
         for endpoint in self._endpoints.values():
-            endpoint.scraper.start()
+            endpoint.start()
         if self.settings.service_discovery is not None:
             sources = sources_of(self.settings.service_discovery, self._use, self._fail)
             self._tasks += map(asyncio.create_task, sources)
@@ -167,7 +186,7 @@ class ExternalBackend:
         for task in self._tasks or ():
             task.cancel()
         for endpoint in self._endpoints.values():
-            endpoint.scraper.stop()
+            endpoint.stop()
         await self.client.close()
 
     def change(self, urls: Collection[str], adds: bool) -> None:
@@ -214,6 +233,8 @@ class ExternalBackend:
                 size = self.settings.prefix_block_tokens
                 endpoint.state = table.add(url, self.name, speed.profile, size, now_s)
                 endpoint.state.estimate_with(speed)
+                if self.kv_events is not None and not endpoint.draining:
+                    endpoint.start()
             endpoint.tell(endpoint.state)
             table.drain(endpoint.state, endpoint.draining)
             self._lengths[url] = endpoint.scraper.info.max_model_len or 0
@@ -284,7 +305,7 @@ class ExternalBackend:
         if self._tasks is None:
             return
         logger.info("pool %s: endpoint %s %s", self.name, url, "drains" if draining else "comes")
-        (endpoint.scraper.stop if draining else endpoint.scraper.start)()
+        (endpoint.stop if draining else endpoint.start)()
 
     def _use(self, source: str, urls: Found) -> None:
         """Take the endpoints that a source names."""

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from serve_app.cluster import EngineProfile
 from serve_app.engines.base import EngineStatus
 from serve_app.gateway.endpoint_speed import EndpointSpeed
 from tokenyard.perf.online import AnswerMeter, PoolEstimator
+from tokenyard.routing import prefix_index
 from tokenyard.routing import snapshot_table as columns
 from tokenyard.routing.prefix_index import PrefixIndex, block_names
 from tokenyard.routing.snapshot_table import Candidates, SnapshotTable, fill_live, offer
@@ -90,6 +92,8 @@ class InFlight:
         self.mean_response_s = math.nan
         self.meter: AnswerMeter | None = None
         """What estimates the replica's speed from its answers; None: nobody does."""
+        self.closed: Callable[[IntArray], None] | None = None
+        """Hears the block names of each prompt whose request has ended; None: nobody does."""
         self.tell(row)
 
     def tell(self, row: Row) -> None:
@@ -178,6 +182,8 @@ class InFlight:
             return
         if self.meter is not None:
             self.meter.end(request_id)
+        if self.closed is not None:
+            self.closed(request.blocks)
         self._output_tokens -= request.predicted_output_tokens
         self._generated_tokens -= request.num_generated
         if request.num_generated == 0:
@@ -207,12 +213,14 @@ class Prompt:
         self,
         token_ids: Sequence[int],
         num_tokens: int | None = None,
+        parent: int = prefix_index.WHOLE_PROMPT,
     ) -> None:
         """Keep the tokens; nothing is hashed yet.
 
         `token_ids` may be of pieces by which its blocks are named; it then has `num_tokens`.
+        `parent` is what its blocks depend on beside its tokens: see `block_names`.
         """
-        self.token_ids = token_ids
+        self.token_ids, self._parent = token_ids, parent
         self.num_tokens = len(token_ids) if num_tokens is None else num_tokens
         self.scale = self.num_tokens / max(len(token_ids), 1)
         """Tokens of the prompt per one of `token_ids`."""
@@ -221,7 +229,7 @@ class Prompt:
     def blocks(self, block_tokens: int) -> IntArray:
         """Return the names of blocks, each a hash of all tokens up to its end; 0 tokens: none."""
         if block_tokens not in self._blocks:
-            self._blocks[block_tokens] = block_names(self.token_ids, block_tokens)
+            self._blocks[block_tokens] = block_names(self.token_ids, block_tokens, self._parent)
         return self._blocks[block_tokens]
 
 
@@ -315,8 +323,31 @@ class ReplicaState:
         row[columns.STATE_SENT_WHEN_PUBLISHED] = self._count_when_published
 
     def forget_cache(self) -> None:
-        """Believe nothing to be cached there any more."""
+        """Believe nothing to be cached there any more, unless its events say so."""
+        if self.in_flight.closed is None:
+            self._prefixes.forget(self.row)
+
+    def follow_events(self, follows: bool) -> None:
+        """Believe its events alone, by which nothing is cached yet; or what is sent from now on.
+
+        With events, prompts on their way count as cached, too, until their answers end.
+        """
         self._prefixes.forget(self.row)
+        self.in_flight.closed = None
+        if follows:
+            self.in_flight.closed = partial(self.hold, prefix_index.ENDED)
+            for _, blocks in self.in_flight.prompts():
+                self.hold(prefix_index.SENT, blocks)
+
+    def hold(self, reason: int, blocks: IntArray) -> None:
+        """Note why blocks are cached there, or are no longer: see `PrefixIndex.hold`."""
+        self._prefixes.hold(blocks, self.row, reason)
+
+    def leave(self) -> None:
+        """Tell whoever has the row next nothing of what still ends here or is said to be cached."""
+        self._prefixes.forget(self.row)
+        self._prefixes = PrefixIndex()
+        self.tell([0.0] * columns.NUM_STATE)
 
     def match_tokens(self, prompt: Prompt) -> int:
         """Leading tokens of a prompt that are probably cached; never the last one."""
@@ -342,7 +373,9 @@ class ReplicaState:
         )  # fmt: skip
         self.last_sent_s = now_s
         self._row[columns.STATE_LAST_SENT_S] = now_s
-        if self.block_tokens:
+        if self.in_flight.closed is not None:
+            self.hold(prefix_index.SENT, blocks)
+        elif self.block_tokens:
             self._prefixes.send(blocks, self.row, self._capacity)
 
     def count_peers(
@@ -354,7 +387,9 @@ class ReplicaState:
             request_id, float(num_tokens - match_tokens), output_tokens, now_s, num_ids, blocks,
             num_tokens, is_ours=False,
         )  # fmt: skip
-        if self.block_tokens:
+        if self.in_flight.closed is not None:
+            self.hold(prefix_index.SENT, blocks)
+        elif self.block_tokens:
             self._prefixes.send(blocks, self.row, self._capacity)
 
     def prompt_blocks(self, prompt: Prompt, block_tokens: int) -> int:
@@ -419,9 +454,7 @@ class ReplicaTable:
         gone = [r for r in self.replicas.values() if r.pool == pool and r.replica_id not in kept]
         for replica in gone:
             del self.replicas[replica.replica_id]
-            self._prefixes[replica.block_tokens].forget(replica.row)
-            # What still ends there must not be told to whoever has the row next.
-            replica.tell([0.0] * columns.NUM_STATE)
+            replica.leave()
             self._at[replica.row] = None
             self._free.append(replica.row)
         if gone:

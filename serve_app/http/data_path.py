@@ -18,17 +18,19 @@ from serve_app.gateway.callers import Caller
 from serve_app.gateway.exchange import Call, InferenceRequest
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.generation import Refused, RequestRejected, Unserved, new_id
+from serve_app.gateway.kv_events import adapter_number
 from serve_app.gateway.replicas import Prompt
 from serve_app.gateway.tracing import HEADERS as TRACE
 from serve_app.http.answering import answer
 from serve_app.http.connection import connection_of
-from serve_app.http.generation_reader import GenerationReader
+from serve_app.http.generation_reader import GenerationReader, tokens_of
 from serve_app.http.image_tokens import formula_of
 from serve_app.http.intake import OPENAI_PATHS, SENDER, Intake, Refusal
 from serve_app.http.peek import Peek, peek, peek_form, read_fields
 from serve_app.http.prompt_size import PromptSize, PromptTokens
 from serve_app.http.reasons import BadRequest
 from serve_app.models import ModelCatalog, ServedModel
+from tokenyard.routing.prefix_index import WHOLE_PROMPT
 
 _HANDED_ON = frozenset(
     (
@@ -139,7 +141,7 @@ class DataPath:
         prompt, learn = None, None
         if generation is None:
             name, longest = f"req-{new_id()}", peeked.max_tokens
-            ids, prompt, learn = self._measure(peeked, model.name)
+            ids, prompt, learn = await self._measure(peeked, path, model)
         else:
             name = f"{'chatcmpl' if generation.is_chat else 'cmpl'}-{new_id()}"
             ids, longest = generation.token_ids, generation.sampling.max_tokens
@@ -197,20 +199,23 @@ class DataPath:
             )
         return service_class
 
-    def _measure(
-        self, peeked: Peek, model: str
+    async def _measure(
+        self, peeked: Peek, path: str, model: ServedModel
     ) -> tuple[Sequence[int], Prompt | None, Callable[[int], None] | None]:
         """Measure a prompt that endpoints tokenise; also return who learns its true length."""
+        # What an adapter computes of a prompt is not what its model does.
+        parent = WHOLE_PROMPT if model.parent is None else adapter_number(model.name)
         for name in ("prompt", "input", "input_ids"):
             ids = peeked.fields.get(name)
             if isinstance(ids, list) and ids and all(type(token) is int for token in ids):
-                return ids, None, None
-        prompts, tokenizer = self._prompts[model], self._tokenizers[model]
+                return ids, Prompt(ids, parent=parent), None
+        prompts, tokenizer = self._prompts[model.name], self._tokenizers[model.name]
         size = PromptSize(peeked.fields, prompts.images)
         if not isinstance(tokenizer, EstimatingTokenizer):
-            return tokenizer.encode(size.text) or [0], None, None
+            ids = await tokens_of(path, peeked.fields, size.text, tokenizer) or [0]
+            return ids, Prompt(ids, parent=parent), None
         number = prompts.estimate(size.expected)
-        prompt = Prompt(EstimatedTokens(size.text), num_tokens=number)
+        prompt = Prompt(EstimatedTokens(size.text), num_tokens=number, parent=parent)
         # What a response goes on from is in no body.
         is_whole = peeked.fields.get("previous_response_id") is None
         learn = partial(prompts.learn, size.expected, number) if is_whole else None

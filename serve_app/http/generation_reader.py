@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,6 +20,11 @@ from serve_app.http.reasons import BadRequest, reason_of
 _LONG_TEXT = 4_000
 """Characters from which on a prompt is tokenised off the event loop."""
 _LARGEST_SEED = 2**63 - 1
+_SHAPING = frozenset(
+    ("add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message",
+     "documents"),
+)  # fmt: skip
+"""Fields of vLLM's that change what its template writes."""
 
 
 class GenerationReader:
@@ -103,6 +111,36 @@ class GenerationReader:
                 param="max_tokens",
             )
         return wanted or min(limits.default_output_tokens, limits.max_output_tokens, room)
+
+
+async def tokens_of(
+    path: str, fields: Mapping[str, Any], text: str, tokenizer: Tokenizer
+) -> Sequence[int]:
+    """Tokenise a prompt as an endpoint does, as far as that is clear; else all of its `text`."""
+    prompt = fields.get("prompt")
+    if path == "/v1/completions" and isinstance(prompt, str):
+        return await _encode(len(prompt), tokenizer.encode, prompt)
+    if path == "/v1/chat/completions" and not _SHAPING & fields.keys():
+        # Nobody has checked the messages, and a template may fail in any way.
+        with contextlib.suppress(Exception):
+            encode = partial(tokenizer.encode_chat, tools=fields.get("tools"))
+            return await _encode(len(text), encode, [*map(_plain, fields["messages"])])
+    return await _encode(len(text), tokenizer.encode, text)
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as templates take it: with one text, and with arguments that are read."""
+    plain, content = {**message}, message.get("content")
+    if isinstance(content, list):
+        (part,) = content
+        plain["content"] = part["text"]
+    if calls := message.get("tool_calls"):
+        functions = [{**call["function"]} for call in calls]
+        for function in functions:
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        pairs = zip(calls, functions, strict=True)
+        plain["tool_calls"] = [{**call, "function": function} for call, function in pairs]
+    return plain
 
 
 async def _encode(size: int, encode: Callable[[Any], Sequence[int]], text: Any) -> Sequence[int]:

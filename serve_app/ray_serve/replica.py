@@ -6,7 +6,6 @@ import importlib
 import secrets
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,11 +16,10 @@ from ray.serve.config import RequestRouterConfig
 from serve_app.cluster import Cluster, Limits, Pool
 from serve_app.engine_config import EngineConfig
 from serve_app.engines.base import Engine, EngineError, longest_tokens
-from serve_app.engines.models import find_model
 from serve_app.engines.profiling import start_and_measure
 from serve_app.engines.sharded.engine import rank_bundles
 from serve_app.engines.texts import TextEngine
-from serve_app.engines.tokenizer import HuggingFaceTokenizer, Tokenizer
+from serve_app.engines.tokenizer import load_tokenizer
 from serve_app.gateway import interpreter
 from serve_app.gateway.engine_wire import BYTES_PER_TOKEN
 from serve_app.gateway.host_metrics import HostMetrics
@@ -97,6 +95,7 @@ class EngineReplica:
             "profile": self._profile.model_dump(),
             "url": self._url,
             "secret": self._secret,
+            "kv_events": getattr(self._engine, "kv_events", None),
         }
 
     async def end(self) -> None:
@@ -134,22 +133,6 @@ def engine_class(pool: Pool) -> Callable[[EngineConfig], Engine]:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"engine {pool.engine!r} cannot be imported: {error}") from None
     return engine
-
-
-def load_tokenizer(model: str) -> Tokenizer:
-    """Load the tokenizer of a model: a folder, a hub id or `default`."""
-    if not Path(model).is_dir():
-        model = str(find_model(model))
-    return HuggingFaceTokenizer(model)
-
-
-def load_tokenizers(cluster: Cluster) -> dict[str, Tokenizer]:
-    """Load the tokenizer of each model that pools of ours serve, by the model's name."""
-    own = {
-        cluster.model_of(pool): pool.config.model
-        for pool in (*cluster.own_pools, *cluster.templates)
-    }
-    return {name: load_tokenizer(model) for name, model in own.items()}
 
 
 def bind_pool(pool: Pool, cluster: Cluster) -> Application:

@@ -1,7 +1,8 @@
 """Which blocks of prompts a router believes to be cached where.
 
 A block is named by all tokens up to its end, so equal names mean equal beginnings. An index keeps,
-per replica, the blocks that were sent there last, as many as fit into its memory. All of it is
+per replica, the blocks that were sent there last, as many as fit into its memory; or else those
+that the replica says it has stored, and those of prompts that are on their way. All of it is
 arrays that compiled code reads: two hash tables with open addressing (Knuth, The Art of Computer
 Programming, volume 3, section 6.4, algorithms L and R) and a list of blocks per replica.
 """
@@ -27,11 +28,13 @@ _MOST_TOKEN = 2**63
 # Odd numbers with well mixed bits, those of xxHash.
 _MIX_TOKEN = np.uint64(0x9E3779B185EBCA87)
 _MIX_KEY = np.uint64(0xC2B2AE3D27D4EB4F)
+_ROOT = int(_MIX_KEY.astype(np.int64))
 
 # Columns of the links of a holding, which stands for a block at a replica.
 _OLDER = 0
 _NEWER = 1
-_NUM_LINKS = 2
+_REASONS = 2
+_NUM_LINKS = 3
 # Columns of the ends of a replica's list.
 _OLDEST = 0
 _NEWEST = 1
@@ -42,20 +45,32 @@ _NUM_USED = 0
 _FIRST_FREE = 1
 _NUM_EVER = 2
 _NOBODY = -1
+# Why a row has a block: how many prompts with it are on their way, and whether it is stored; or
+# that it was sent there lately.
+SENT, ENDED = 1, -1
+STORED, REMOVED = 1 << 30, -(1 << 30)
+_RECENT = 0
+_NO_BLOCKS: IntArray = np.zeros(0, np.int64)
+WHOLE_PROMPT = 0
+"""What blocks without a parent go on from."""
 
 
-def block_names(token_ids: Sequence[int], block_tokens: int) -> IntArray:
+def block_names(
+    token_ids: Sequence[int], block_tokens: int, parent: int = WHOLE_PROMPT
+) -> IntArray:
     """Name the whole blocks of a prompt, each by all tokens up to its end.
 
     Args:
         token_ids: Of the prompt; any integers.
         block_tokens: Tokens of one block, at least 1.
+        parent: Name of the block that they go on from; or a number of what else they depend on.
 
     Returns:
         The same names in every process, shape (num_blocks,).
     """
     names = np.empty(len(token_ids) // block_tokens, np.int64)
-    _name_blocks(_as_array(token_ids), block_tokens, names)
+    # From 0, tokens of 0 would not change it.
+    _name_blocks(_as_array(token_ids), block_tokens, parent or _ROOT, names)
     return names
 
 
@@ -70,8 +85,8 @@ def _as_array(token_ids: Sequence[int]) -> IntArray:
 
 
 @compiled
-def _name_blocks(token_ids: IntArray, block_tokens: int, names: IntArray) -> None:
-    mixed = _MIX_KEY  # From 0, tokens of 0 would not change it.
+def _name_blocks(token_ids: IntArray, block_tokens: int, parent: int, names: IntArray) -> None:
+    mixed = np.uint64(parent)
     for block in range(names.shape[0]):
         for at in range(block * block_tokens, (block + 1) * block_tokens):
             mixed = (mixed ^ np.uint64(token_ids[at])) * _MIX_TOKEN
@@ -165,56 +180,77 @@ def _append(links: Slots, end: IntArray, one: int) -> None:
 
 
 @compiled
-def _keep(
-    row: int, most: int,
+def _drop(
+    row: int, one: int,
     block_counts: IntArray, names: IntArray, block_slots: Slots, holders: Bits,
     held_counts: IntArray, held: IntArray, held_slots: Slots, links: Slots, ends: IntArray,
 ) -> None:  # fmt: skip
-    """Drop what was sent to a row first, so that it keeps no more than `most` blocks."""
+    """Drop one holding of a row."""
     word, bit = row // _WORD_BITS, _ONE << np.uint64(row % _WORD_BITS)
-    end = ends[row]
-    while end[_NUM_HELD] > most:
-        one = end[_OLDEST]
-        key = held[one]
-        block = key >> 32
-        _unlink(links, end, one)
-        end[_NUM_HELD] -= 1
-        _clear(held_slots, held, _find(held_slots, held, key))
-        _give_back(held_counts, held, one)
-        holders[block, word] &= ~bit
-        if not holders[block].any():
-            _clear(block_slots, names, _find(block_slots, names, names[block]))
-            _give_back(block_counts, names, block)
+    key = held[one]
+    block = key >> 32
+    _unlink(links, ends[row], one)
+    ends[row, _NUM_HELD] -= 1
+    _clear(held_slots, held, _find(held_slots, held, key))
+    _give_back(held_counts, held, one)
+    holders[block, word] &= ~bit
+    if not holders[block].any():
+        _clear(block_slots, names, _find(block_slots, names, names[block]))
+        _give_back(block_counts, names, block)
 
 
 @compiled
-def _send(
-    blocks: IntArray, row: int, capacity_blocks: int,
+def _hold(
+    blocks: IntArray, row: int, reason: int, most: int,
     block_counts: IntArray, names: IntArray, block_slots: Slots, holders: Bits,
     held_counts: IntArray, held: IntArray, held_slots: Slots, links: Slots, ends: IntArray,
 ) -> None:  # fmt: skip
-    """Put blocks at the newer end of a row's list, and drop what is too much at the older."""
+    """Add a reason for a row to have blocks, or take one away; what has none left is dropped.
+
+    Of blocks that were sent lately, no more than `most` are kept.
+    """
     word, bit = row // _WORD_BITS, _ONE << np.uint64(row % _WORD_BITS)
     end = ends[row]
     for i in range(blocks.shape[0]):
         at = _find(block_slots, names, blocks[i])
         if block_slots[at] == 0:
+            if reason < 0:
+                continue
             block_slots[at] = _take(block_counts, names, blocks[i]) + 1
             holders[block_slots[at] - 1] = 0
         block = block_slots[at] - 1
         key = (block << 32) | row
         at = _find(held_slots, held, key)
         if held_slots[at] == 0:
+            if reason < 0:
+                continue
             held_slots[at] = _take(held_counts, held, key) + 1
+            links[held_slots[at] - 1, _REASONS] = 0
             holders[block, word] |= bit
             end[_NUM_HELD] += 1
-        else:
+            _append(links, end, held_slots[at] - 1)
+        elif reason == _RECENT:
             _unlink(links, end, held_slots[at] - 1)
-        _append(links, end, held_slots[at] - 1)
-    _keep(
-        row, capacity_blocks, block_counts, names, block_slots, holders,
-        held_counts, held, held_slots, links, ends,
-    )  # fmt: skip
+            _append(links, end, held_slots[at] - 1)
+        if reason == _RECENT:
+            continue
+        one = held_slots[at] - 1
+        if reason == STORED:
+            links[one, _REASONS] |= STORED
+        elif reason == REMOVED:
+            links[one, _REASONS] &= ~STORED
+        elif reason == SENT or links[one, _REASONS] & ~STORED:
+            links[one, _REASONS] += reason
+        if reason < 0 and links[one, _REASONS] == 0:
+            _drop(
+                row, one, block_counts, names, block_slots, holders,
+                held_counts, held, held_slots, links, ends,
+            )  # fmt: skip
+    while reason == _RECENT and end[_NUM_HELD] > most:
+        _drop(
+            row, end[_OLDEST], block_counts, names, block_slots, holders,
+            held_counts, held, held_slots, links, ends,
+        )  # fmt: skip
 
 
 @compiled
@@ -325,7 +361,16 @@ class PrefixIndex:
             capacity_blocks: Most that it holds.
         """
         self._make_room(len(blocks), row)
-        _send(blocks, row, capacity_blocks, *self._arrays())
+        _hold(blocks, row, _RECENT, capacity_blocks, *self._arrays())
+
+    def hold(self, blocks: IntArray, row: int, reason: int) -> None:
+        """Note why a row has blocks, or has them no longer.
+
+        `SENT` and `ENDED` are of a prompt on its way, and count; `STORED` and `REMOVED` are said by
+        the replica, and do not. A row that is told this is sent nothing by `send`.
+        """
+        self._make_room(len(blocks) if reason > 0 else 0, row)
+        _hold(blocks, row, reason, 0, *self._arrays())
 
     def match_row(self, blocks: IntArray, row: int) -> int:
         """How many leading blocks one row is believed to hold."""
@@ -336,7 +381,7 @@ class PrefixIndex:
     def forget(self, row: int) -> None:
         """Forget all that was sent to a row."""
         if row < len(self._ends):
-            _keep(row, 0, *self._arrays())
+            _hold(_NO_BLOCKS, row, _RECENT, 0, *self._arrays())
 
     def _arrays(self) -> tuple[Any, ...]:
         blocks, held = self._blocks, self._held

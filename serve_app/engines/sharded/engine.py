@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from serve_app.engine_config import EngineConfig
 from serve_app.engines.admission import Admission, reason_line
 from serve_app.engines.base import Chunk, EngineError, EngineStats, FinishReason, Sampling
+from serve_app.engines.kv_events import KvEventPublisher
 from serve_app.engines.models import check_plan, find_model, read_shape
 from serve_app.engines.sharded.messages import GroupLimits, Progress, RankReport, RequestNames
 from tokenyard.routing.types import OrderKey
@@ -347,10 +348,18 @@ class ShardedEngine:
         self._reported: EngineStats | None = None
         self._admission = Admission(config.max_batch, config.max_waiting)
         self._streams = _Streams(self._admission)
+        self._publisher: KvEventPublisher | None = None
+
+    @property
+    def kv_events(self) -> dict[str, str] | None:
+        """Where it publishes what its prefix cache holds; None: nowhere."""
+        return None if self._publisher is None else self._publisher.addresses
 
     async def start(self) -> None:
         """Load the weights and be ready, within `start_timeout_s`: see `Engine.start`."""
         self._stopped = False
+        if self.config.kv_events and self._publisher is None:
+            self._publisher = KvEventPublisher(ray.util.get_node_ip_address())
         try:
             async with asyncio.timeout(self.config.start_timeout_s):
                 await self._start_connected()
@@ -472,6 +481,9 @@ class ShardedEngine:
         self._fail("the engine was stopped")
         await _ended([self._revival] if self._revival else [])
         await self._clear()
+        if self._publisher is not None:
+            self._publisher.stop()
+            self._publisher = None
 
     async def _clear(self) -> None:
         await _ended(self._watchers)
@@ -488,6 +500,8 @@ class ShardedEngine:
                 return
             if report.stats is not None:
                 self._reported = report.stats
+            if report.blocks and self._publisher is not None:
+                self._publisher.publish(report.blocks)
             for progress in report.progress:
                 self._streams.hand_on(progress, self._limits.eos_token_ids)
 
@@ -501,6 +515,8 @@ class ShardedEngine:
         """End every request with one reason; only the first call counts."""
         if self._admission.closed is None:
             self._admission.close(reason)
+            if self._publisher is not None:
+                self._publisher.publish([("AllBlocksCleared",)])
             # The ranks that are left wait in a collective for the one that is gone.
             for rank in self._group.ranks:
                 with contextlib.suppress(RayError):

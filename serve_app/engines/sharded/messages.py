@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from serve_app.engines.base import EngineStats
+from serve_app.engines.kv_events import BlockEvent
 from serve_app.engines.waiting import ArrivalKeys, read_order_key, write_order_key
 from tokenyard.routing.types import OrderKey
 
@@ -62,3 +63,5 @@ class RankReport:
     progress: list[Progress]
     stats: EngineStats | None
     """None before the first iteration."""
+    blocks: list[BlockEvent]
+    """How the prefix cache has changed, in order."""

@@ -17,19 +17,47 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 )
 from transformers.generation.continuous_batching.requests import RequestState
 
+from serve_app.engines.kv_events import BlockEvent
 from serve_app.engines.sharded import attention
 
 
 class LruLedger(BlockLedger):
     """Blocks by their content; those that no request uses are in the order of their last use."""
 
+    events: list[BlockEvent] | None = None
+    """How it has changed since somebody looked; None: nobody does."""
+
+    def release(self, block_id: int, no_cache: bool = False) -> bool:
+        """Let a request's block go; False: it stays, as others use it or may."""
+        block_hash = self.block_to_hash.get(block_id)
+        is_free = bool(super().release(block_id, no_cache))
+        if block_hash is not None and block_id not in self.block_to_hash:
+            self.tell("BlockRemoved", [block_hash])
+        return is_free
+
     def evict(self, num_blocks: int) -> list[int]:
         """Forget so many unused blocks, least lately used first, and return them."""
         evicted = list(islice(self.cached_blocks, num_blocks))
-        for block in evicted:
+        hashes = [self.block_to_hash.pop(block) for block in evicted]
+        for block, block_hash in zip(evicted, hashes, strict=True):
             del self.cached_blocks[block]
-            del self.hash_to_block[self.block_to_hash.pop(block)]
+            del self.hash_to_block[block_hash]
+        self.tell("BlockRemoved", hashes)
         return evicted
+
+    def evict_cached_blocks(self) -> list[int]:
+        """Forget all unused blocks, and return them."""
+        return self.evict(len(self.cached_blocks))
+
+    def reset(self) -> None:
+        """Forget all blocks."""
+        super().reset()
+        self.tell("AllBlocksCleared")
+
+    def tell(self, *event: Any) -> None:
+        """Note a change, if somebody looks."""
+        if self.events is not None:
+            self.events.append(event)
 
 
 class StageCache(PagedAttentionCache):
@@ -76,7 +104,24 @@ class StageCache(PagedAttentionCache):
         token_ids = state.initial_tokens + state.generated_tokens
         for name, num_blocks in complete_blocks.items():
             allocator = self.cache_allocators[name]
+            ledger, num_known = allocator.ledger, len(allocator.ledger.hash_to_block)
             allocator.mark_complete_blocks(state.request_id, token_ids, num_blocks)
+            if ledger.events is not None:
+                table, size = allocator.block_table[state.request_id], allocator.tokens_per_page
+                # In the order in which they were noted.
+                for block_hash, block in islice(ledger.hash_to_block.items(), num_known, None):
+                    at = table.index(block)
+                    parent = ledger.block_to_hash[table[at - 1]] if at else None
+                    ids = token_ids[at * size : (at + 1) * size]
+                    ledger.tell("BlockStored", [block_hash], parent, ids, size, None)
+
+    def take_events(self) -> list[BlockEvent]:
+        """Return how the cache has changed since the last call, of which all is noted from then."""
+        taken: list[BlockEvent] = []
+        for allocator in self.cache_allocators.values():
+            taken += allocator.ledger.events or ()
+            allocator.ledger.events = []
+        return taken
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Release the blocks of a request, the last ones first."""

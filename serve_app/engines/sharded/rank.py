@@ -48,6 +48,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from serve_app.engine_config import PAGE_TOKENS, EngineConfig
 from serve_app.engines.base import EngineError, EngineStats, Sampling
 from serve_app.engines.emulation import Pace
+from serve_app.engines.kv_events import BlockEvent
 from serve_app.engines.models import find_model
 from serve_app.engines.sharded import attention
 from serve_app.engines.sharded.messages import GroupLimits, Progress, RankReport, order_key_in
@@ -184,6 +185,7 @@ class Outbox(OutputRouter):
         """Progress of the present iteration: it goes out together with its stats."""
         self._progress: list[Progress] = []
         self._stats: EngineStats | None = None
+        self._blocks: list[BlockEvent] = []
         self._death: str | None = None
 
     def deliver(self, output: GenerationOutput) -> None:
@@ -202,19 +204,20 @@ class Outbox(OutputRouter):
             for output in outputs
         ]
 
-    def publish(self, stats: EngineStats) -> None:
-        """Wake the reader, and give it the present state."""
-        if stats == self._stats and not self._fresh:
+    def publish(self, stats: EngineStats, blocks: list[BlockEvent]) -> None:
+        """Wake the reader, and give it the present state and how the prefix cache has changed."""
+        if stats == self._stats and not self._fresh and not blocks:
             return
-        self._put(stats, None)
+        self._put(stats, None, blocks)
 
     def die(self, reason: str) -> None:
         """Tell the reader why nothing more will come."""
-        self._put(self._stats, reason)
+        self._put(self._stats, reason, [])
 
-    def _put(self, stats: EngineStats | None, death: str | None) -> None:
+    def _put(self, stats: EngineStats | None, death: str | None, blocks: list[BlockEvent]) -> None:
         with self._guard:
             self._progress += self._fresh
+            self._blocks += blocks
             self._stats, self._death = stats, death
         self._fresh = []
         self._loop.call_soon_threadsafe(self._filled.set)
@@ -230,12 +233,13 @@ class Outbox(OutputRouter):
         self._filled.clear()
         with self._guard:
             progress, self._progress = self._progress, []
+            blocks, self._blocks = self._blocks, []
             stats, death = self._stats, self._death
         if death is not None and not progress:
             raise EngineError(death)
         if death is not None:
             self._filled.set()
-        return RankReport(progress, stats)
+        return RankReport(progress, stats, blocks)
 
 
 class _Nowhere(OutputRouter):
@@ -396,6 +400,7 @@ class LockstepManager(ContinuousBatchingManager):
             self.output_router = _Nowhere()
             self._wake_up_loop = _ImmediateFuture()
         self._stage, self._first_layer = _stage_config(model, config)
+        self._has_events = config.kv_events and self.is_tp_driver
         self._last_batch_s, self._last_batch_size = math.nan, 0
         self._pace = None
         if config.emulates is not None and self.is_tp_driver:  # The others wait for rank 0 anyway.
@@ -465,6 +470,8 @@ class LockstepManager(ContinuousBatchingManager):
             model_supports_logits_to_keep=True,
         )
         cache.first_layer = self._first_layer
+        if self._has_events:
+            cache.take_events()
         update_cb_config_after_cache_creation(
             cb_config=batching, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
         )
@@ -507,7 +514,8 @@ class LockstepManager(ContinuousBatchingManager):
             self._last_batch_s = time.perf_counter() - self._begun_s
             self._last_batch_size = len(batch_processor.inputs_and_outputs.requests_in_batch)
         if self.is_tp_driver:
-            self._outbox.publish(self._stats(batch_processor))
+            blocks = batch_processor.cache.take_events() if self._has_events else []
+            self._outbox.publish(self._stats(batch_processor), blocks)
         return going_on
 
     def _generation_step(self) -> None:

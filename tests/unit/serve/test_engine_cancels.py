@@ -53,7 +53,7 @@ class FakeRank:
 
     async def _poll(self, timeout_s):
         await asyncio.sleep(0.001)
-        return RankReport([Progress(one, 5, False, None) for one in self.running], None)
+        return RankReport([Progress(one, 5, False, None) for one in self.running], None, [])
 
 
 async def an_engine(rank):

@@ -74,11 +74,11 @@ def test_who_was_pushed_out_of_the_cache_goes_on_where_the_others_leave():
     left = []
 
     class Outbox(rank.Outbox):
-        def publish(self, stats):
+        def publish(self, stats, blocks):
             if stats.num_preemptions and not left:
                 left.extend(manager.batch_processor.scheduler.active_requests)
                 manager.cancel_request(left[0])
-            super().publish(stats)
+            super().publish(stats, blocks)
 
     async def first_to_end():
         async with asyncio.timeout(30):
