@@ -18,15 +18,10 @@ from typing import Any, Literal
 
 import numpy as np
 import tyro
-from rich.console import Console
 from rich.table import Table
 
-from tokenyard.provenance import ResultFile, command_line, write_result
-from tokenyard.routing.artifact import (
-    DEFAULT_RULE,
-    PolicyArtifact,
-    learned_policy,
-)
+from tokenyard.provenance import ResultFile, report
+from tokenyard.routing.artifact import DEFAULT_RULE, PolicyArtifact, learned_policy
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling
 from tokenyard.routing.observation import (
     NUM_MARGINAL_WEIGHTS,
@@ -69,13 +64,13 @@ def policies(args: Args, num_replicas: int) -> tuple[dict[str, RoutingPolicy], l
         try:
             made[name] = make_policy(name, context)
         except ValueError as error:
-            left_out.append(f"{name}, {num_replicas} replicas: {error}")
+            left_out.append(f"left out: {name}, {num_replicas} replicas: {error}")
     artifact, _ = champion_or_rule(scenario)
     trained_on = artifact.metadata.num_replicas
     if trained_on in (None, num_replicas):
         made["champion"] = learned_policy(artifact)
     else:
-        left_out.append(f"champion, {num_replicas} replicas: trained on {trained_on}")
+        left_out.append(f"left out: champion, {num_replicas} replicas: trained on {trained_on}")
     made[DEFAULT_RULE] = make_policy(DEFAULT_RULE, context)
     made["linear"] = learned_policy(random_linear(num_replicas, args.seed))
     made["network_128x128"] = learned_policy(random_network(num_replicas, args.seed))
@@ -198,11 +193,7 @@ def main(args: Args) -> None:
     for row in rows:
         cells = (f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row.values())
         table.add_row(*cells)
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(*(f"left out: {note}" for note in notes), sep="\n", soft_wrap=True)
-    if args.json is not None:
-        write_result(args.json, command_line(), args.seed, rows, notes=notes)
+    report(table, rows, args.json, args.seed, notes=notes)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from envs import LoadBalancingEnv, LoadBalancingVectorEnv, ParallelismVectorEnv
-from tokenyard.provenance import ResultFile, command_line, write_result
+from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.scenario import RewardWeights, load_scenario
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.constant_rate import ClusterSim
@@ -78,7 +78,7 @@ def simulator(args: Args, num_copies: int) -> Contestant:
     sim = ClusterSim(scenario, num_copies, length)
     for copy in range(num_copies):
         sim.load(copy, stream)
-    actions = rng.integers(0, scenario.num_servers, (args.episode_requests, num_copies))
+    actions = random_actions(args, num_copies)
 
     def run_episode() -> None:
         for copy in range(num_copies):
@@ -92,27 +92,15 @@ def simulator(args: Args, num_copies: int) -> Contestant:
 def single(args: Args) -> Contestant:
     env = LoadBalancingEnv(env_config(args))
     env.reset(seed=args.seed)
-    actions = random_actions(args, 1)[:, 0]
-
-    def run_episode() -> None:
-        env.reset()
-        for action in actions:
-            env.step(action)
-
-    return Contestant("LoadBalancingEnv", "tokenyard", 1, run_episode)
+    episode = partial(play, env, random_actions(args, 1)[:, 0])
+    return Contestant("LoadBalancingEnv", "tokenyard", 1, episode)
 
 
 def vectorised(args: Args, num_envs: int) -> Contestant:
     env = LoadBalancingVectorEnv(num_envs, env_config(args))
     env.reset(seed=args.seed)
-    actions = random_actions(args, num_envs)
-
-    def run_episode() -> None:
-        env.reset()
-        for action in actions:
-            env.step(action)
-
-    return Contestant("LoadBalancingVectorEnv", "tokenyard", num_envs, run_episode)
+    episode = partial(play, env, random_actions(args, num_envs))
+    return Contestant("LoadBalancingVectorEnv", "tokenyard", num_envs, episode)
 
 
 def kernel_rule(args: Args, reward: str) -> Contestant:
@@ -123,12 +111,8 @@ def kernel_rule(args: Args, reward: str) -> Contestant:
     rng = np.random.default_rng(args.seed)
     for copy in range(num_copies):
         sim.load(copy, source.sample(length, rng))
-    weights, mean_total_tokens = np.zeros(sim.num_weights), source.mean_total_tokens
-
-    def run_episode() -> None:
-        sim.run_linear(weights, mean_total_tokens)
-
-    return Contestant("BatchingSim.run_linear", "tokenyard", num_copies, run_episode, reward)
+    episode = partial(sim.run_linear, np.zeros(sim.num_weights), source.mean_total_tokens)
+    return Contestant("BatchingSim.run_linear", "tokenyard", num_copies, episode, reward)
 
 
 def fleet_env(args: Args, reward: str, num_envs: int) -> Contestant:
@@ -142,13 +126,8 @@ def fleet_env(args: Args, reward: str, num_envs: int) -> Contestant:
     rng = np.random.default_rng(args.seed)
     shape = (args.episode_requests, num_envs)
     actions = rng.choice(len(capacity), shape, p=capacity / capacity.sum())
-
-    def run_episode() -> None:
-        env.reset()
-        for action in actions:
-            env.step(action)
-
-    return Contestant("LoadBalancingVectorEnv", "tokenyard", num_envs, run_episode, reward)
+    episode = partial(play, env, actions)
+    return Contestant("LoadBalancingVectorEnv", "tokenyard", num_envs, episode, reward)
 
 
 def allocation_env(args: Args, action: str, num_envs: int) -> Contestant:
@@ -191,6 +170,13 @@ def stable_baselines(args: Args, num_envs: int) -> Contestant:
             env.step(action)
 
     return Contestant("LoadBalancingEnv", "sb3_dummy", num_envs, run_episode)
+
+
+def play(env: LoadBalancingEnv | LoadBalancingVectorEnv, actions: np.ndarray) -> None:
+    """Live through an episode."""
+    env.reset()
+    for action in actions:
+        env.step(action)
 
 
 def env_config(args: Args) -> dict[str, object]:
@@ -251,14 +237,7 @@ def main(args: Args) -> None:
     for row in rows:
         cells = (f"{cell:,.0f}" if isinstance(cell, float) else str(cell) for cell in row.values())
         table.add_row(*cells)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
-    console.print(table)
-    for note in notes:
-        console.print(note)
-    if args.json is not None:
-        write_result(args.json, command_line(), args.seed, rows, notes=notes)
+    report(table, rows, args.json, args.seed, notes=notes)
 
 
 if __name__ == "__main__":

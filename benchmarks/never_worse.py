@@ -23,7 +23,7 @@ from rich.table import Table
 from tokenyard.evaluation import difference
 from tokenyard.problem import Row
 from tokenyard.provenance import ResultFile, report
-from tokenyard.routing.never_worse import FAR_WORSE, MOST_WORSE, STREAMS, WORSE, play, verdict
+from tokenyard.routing import never_worse as law
 from tokenyard.routing.simulator.server_models import COMPARED
 
 WIDTH = 180
@@ -44,7 +44,7 @@ class Args:
     """`tuned` or `best` (behind `:` the streams of its own, behind `@` a factor on their load),
     `marginal_delay` or `marginal_in_order`, with an order where one is wanted, or policy files
     (.npz)."""
-    streams: int = STREAMS
+    streams: int = law.STREAMS
     """Of each half of a draw."""
     workers: int = 2
     """Processes."""
@@ -54,21 +54,20 @@ class Args:
     """Where to write the rows."""
 
 
-def table(rows: Sequence[Row], policies: Sequence[str]) -> Table:
+def table(verdicts: Sequence[Row]) -> Table:
     """One line per policy."""
     found = Table(
-        "policy", "draws", f"worse by {WORSE:.0%}", "in mean", "in p99", "in violations",
-        f"worse by {FAR_WORSE:.0%}", "better", "median mean %", "mean of means %",
-        f"at most {MOST_WORSE:.0%} worse, none by {FAR_WORSE:.0%}",
+        "policy", "draws", f"worse by {law.WORSE:.0%}", "in mean", "in p99", "in violations",
+        f"worse by {law.FAR_WORSE:.0%}", "better", "median mean %", "mean of means %",
+        f"at most {law.MOST_WORSE:.0%} worse, none by {law.FAR_WORSE:.0%}",
         box=box.SIMPLE_HEAD,
     )  # fmt: skip
-    for policy in policies:
-        one = verdict(of(rows, policy))
+    counts = ("draws", "worse", *(f"worse_{key}" for key in law.DELTAS), "far_worse", "better")
+    for row in verdicts:
         found.add_row(
-            policy, str(one.draws), str(one.worse),
-            *(str(one.by_measure[key]) for key in ("mean", "p99", "slo")),
-            str(one.far_worse), str(one.better), f"{100 * one.median['mean']:+.1f}",
-            f"{100 * one.mean_of['mean']:+.1f}", "holds" if one.holds else "does not hold",
+            str(row["policy"]), *(str(row[key]) for key in counts),
+            *(f"{100 * float(row[key]):+.1f}" for key in ("median_mean", "mean_mean")),
+            "holds" if row["holds"] else "does not hold",
         )  # fmt: skip
     return found
 
@@ -78,11 +77,12 @@ def worst(rows: Sequence[Row], policies: Sequence[str]) -> Table:
     found = Table("policy", "draw", "cluster", "rival", "mean", "p99", "violations, points",
                   title="furthest beyond the rival", box=box.SIMPLE_HEAD)  # fmt: skip
     for policy in policies:
-        some = sorted(of(rows, policy), key=lambda row: -float(row["worst_delta_ci_low"]))
-        for row in [one for one in some if one["worse"]][:NUM_WORST]:
+        broken = [row for row in of(rows, policy) if row["worse"]]
+        broken.sort(key=lambda row: -float(row["worst_delta_ci_low"]))
+        for row in broken[:NUM_WORST]:
             found.add_row(
                 policy, str(row["draw"]), str(row["cell"]), str(row["rival"]),
-                *(difference(row, one) for one in COMPARED),
+                *(difference(row, measure) for measure in COMPARED),
             )  # fmt: skip
     return found
 
@@ -93,18 +93,18 @@ def of(rows: Sequence[Row], policy: str) -> list[Row]:
 
 
 def main(args: Args) -> None:
-    one = partial(play, policies=args.policies, seed=args.seed, streams=args.streams)
+    draw = partial(law.play, policies=args.policies, seed=args.seed, streams=args.streams)
     rows: list[Row] = []
     with ProcessPoolExecutor(args.workers) as pool:
-        for number, found in enumerate(pool.map(one, range(args.draws)), 1):
-            rows += found
+        for number, drawn in enumerate(pool.map(draw, range(args.draws)), 1):
+            rows += drawn
             if number % 20 == 0:
                 print(f"{number} draws", file=sys.stderr, flush=True)
     # A file may be for servers that no draw has.
     judged = [policy for policy in args.policies if of(rows, policy)]
-    verdicts = [verdict(of(rows, policy)).row for policy in judged]
+    verdicts = [law.verdict(of(rows, policy)) for policy in judged]
     Console(width=WIDTH, highlight=False).print(worst(rows, judged))
-    report(table(rows, judged), rows + verdicts, args.json, args.seed, WIDTH)
+    report(table(verdicts), rows + verdicts, args.json, args.seed, WIDTH)
 
 
 if __name__ == "__main__":

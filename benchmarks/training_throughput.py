@@ -43,7 +43,6 @@ import numpy as np
 import ray
 import torch
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 import envs
@@ -52,7 +51,7 @@ from tokenyard import metrics
 from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.problem import PROBLEM as ALLOCATION
 from tokenyard.allocation.scenario import AllocationScenario
-from tokenyard.provenance import ResultFile, command_line, write_result
+from tokenyard.provenance import ResultFile, report
 from tokenyard.rl.allocation.training import AllocationRllib, AllocationTrialConfig, RllibAlgorithm
 from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.routing.export import export_policy
@@ -476,24 +475,25 @@ def take_turns(args: Args, contest: Contest) -> None:
     """Train slice by slice in turn until everyone has beaten the baseline or spent the budget."""
     left = list(contest.contestants)
     while left:
-        for one in list(left):
-            num_steps = int(SLICE[one.algorithm] * args.slice_fraction)
+        for trained in list(left):
+            num_steps = int(SLICE[trained.algorithm] * args.slice_fraction)
             started_s = time.process_time()
-            one.steps.append(one.train(num_steps))
-            one.cpu_s.append(time.process_time() - started_s)
-            one.judged = contest.judge(one.policy())
-            if one.seconds_to_baseline is None and one.judged < contest.to_beat:
-                one.seconds_to_baseline = sum(one.cpu_s)
+            trained.steps.append(trained.train(num_steps))
+            trained.cpu_s.append(time.process_time() - started_s)
+            trained.judged = contest.judge(trained.policy())
+            spent_s = sum(trained.cpu_s)
+            if trained.seconds_to_baseline is None and trained.judged < contest.to_beat:
+                trained.seconds_to_baseline = spent_s
             print(
-                f"{one.trainer} {one.algorithm} {one.recipe}: {sum(one.steps)} steps in "
-                f"{sum(one.cpu_s):.1f} s, {contest.measure} {one.judged:.3f} against "
+                f"{trained.trainer} {trained.algorithm} {trained.recipe}: {sum(trained.steps)} "
+                f"steps in {spent_s:.1f} s, {contest.measure} {trained.judged:.3f} against "
                 f"{contest.to_beat:.3f}",
                 file=sys.stderr,
             )
-            enough = len(one.steps) >= args.least_slices
-            done = one.seconds_to_baseline is not None or sum(one.cpu_s) >= args.budget_cpu_s
+            enough = len(trained.steps) >= args.least_slices
+            done = trained.seconds_to_baseline is not None or spent_s >= args.budget_cpu_s
             if enough and done:
-                left.remove(one)
+                left.remove(trained)
 
 
 def scaling_rows(args: Args) -> Iterator[dict[str, Any]]:
@@ -564,20 +564,12 @@ def main(args: Args) -> None:
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*map(_shown, row.values()))
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(table)
-    for row in scaling:
-        num, rate = row["num_env_runners"], row["env_steps_per_s"]
-        own = row["env_steps_per_cpu_s"]
-        console.print(
-            f"{num} remote env runner(s): {rate:,.0f} env steps/s, {own:,.0f} per CPU-second"
-        )
-    for note in contest.notes:
-        console.print(note)
-    if args.json is not None:
-        write_result(
-            args.json, command_line(), args.seed, rows, notes=contest.notes, scaling=scaling
-        )
+    sampled = [
+        f"{row['num_env_runners']} remote env runner(s): {row['env_steps_per_s']:,.0f} env steps/s,"
+        f" {row['env_steps_per_cpu_s']:,.0f} per CPU-second"
+        for row in scaling
+    ]
+    report(table, rows, args.json, args.seed, 140, [*sampled, *contest.notes], scaling=scaling)
 
 
 def _shown(cell: Any) -> str:

@@ -39,10 +39,10 @@ from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.registry import (
     CANDIDATE,
     connect,
-    experiment_id,
     fail_soon,
     mlflow_lookup,
     offer,
+    open_experiment,
     registry_errors,
 )
 from tokenyard.routing.artifact import PolicyArtifact, rule_for
@@ -296,7 +296,7 @@ class Autopilot:
     def _log_run(self, report: AutopilotReport, registry: str) -> None:
         """Make an MLflow run of a step, in the run of its cycle."""
         client = connect(registry)
-        experiment = experiment_id(client, "tokenyard-autopilot")
+        experiment = open_experiment(client, "tokenyard-autopilot")
         if self._run is None:
             name = f"cycle {time.strftime('%Y-%m-%d %H:%M')}"
             self._run = client.create_run(experiment, run_name=name).info.run_id

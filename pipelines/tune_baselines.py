@@ -28,7 +28,7 @@ from tokenyard.allocation.tuning import tune_allocation
 from tokenyard.config import at_least_one
 from tokenyard.problem import PROBLEMS, AnyProblem, Row, find_problem
 from tokenyard.provenance import ResultFile, command_line, write_result
-from tokenyard.regions.policies import RECIPES
+from tokenyard.regions.policies import REGION_BASELINES
 from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.search import KnobSearch, RegionSearchConfig
 from tokenyard.routing.policies.public import PUBLIC_RULES, TUNED_PREFIX
@@ -189,7 +189,7 @@ def main(args: Args) -> None:
         problem, names = names_of(args)
         out = args.out or TUNED / problem.name
         if problem.name == "regions":
-            tunable = [name for name, recipe in RECIPES.items() if recipe.tunable]
+            tunable = [name for name, recipe in REGION_BASELINES.items() if recipe.tunable]
             rules = tunable if args.only is None else args.only.split(",")
             rows = tune_regions([problem.load_scenario(name) for name in names], rules, args.seed)
             names = []

@@ -9,12 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from integration.toy_sweeps import tiny
 
-from tokenyard.artifact import Artifact, find_champion
+from tokenyard.artifact import Artifact
 from tokenyard.config import FrozenModel
-from tokenyard.problem import RULE, Candidate, Measure, Problem, Score
+from tokenyard.problem import RULE, Candidate, Drawn, Measure, Problem, Score
 from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
 from tokenyard.rl.training import LocalTraining
-from tokenyard.statistics.intervals import Samples
 from tune_configs.experiment import Experiment
 
 DAYS = 50
@@ -49,11 +48,7 @@ class ToyArtifact(Artifact[ToyMetadata]):
         return cls(ToyMetadata(**metadata), {"level": np.array(level)})
 
 
-class Demands(np.ndarray):
-    described = f"some times {DAYS} days"
-
-
-class ToyProblem(Problem[ToyScenario, ToyArtifact, Demands, float]):
+class ToyProblem(Problem[ToyScenario, ToyArtifact, Drawn[np.ndarray], dict[str, float]]):
     name = "toy"
     suites = {"toys": tuple(SCENARIOS)}  # noqa: RUF012
     default_policies, default_baseline = ("one", "champion"), "one"
@@ -71,28 +66,23 @@ class ToyProblem(Problem[ToyScenario, ToyArtifact, Demands, float]):
     def candidate(self, scenario, name, registry=None):
         if name == "one":
             return Candidate(name, RULE, partial(run, 1.0))
-        found = find_champion("toy", scenario.name, self.load_artifact, "", None, registry)
-        return Candidate(name, f"{found[1]}, {found[0].sha256}", self.trained(found[0]))
+        artifact, source = ToyArtifact.champion(scenario.name, registry=registry)
+        return Candidate(name, f"{source}, {artifact.sha256}", self.trained(artifact))
 
     def trained(self, artifact):
         return partial(run, artifact.level)
 
     def streams(self, scenario, purpose, count, seed):
         rng = np.random.default_rng([seed, purpose == "evaluation"])
-        return rng.normal(scenario.mean, 0.5, (count, DAYS)).view(Demands)
+        days = rng.normal(scenario.mean, 0.5, (count, DAYS))
+        return Drawn(days, f"{count} times {DAYS} days")
 
     def measures(self, scenario):
         return [Measure("cost", "cost $", interval=True, delta="delta_cost_fraction")]
 
-    def summary(self, scenario, runs):
-        return {"cost": float(np.mean(runs))}
-
-    def samples(self, scenario, streams, runs, baseline):
-        return {name: Samples({"cost": np.array(some)}) for name, some in runs.items()}
-
 
 def run(level, scenario, streams, seed):
-    return np.abs(streams - level).mean(axis=1).tolist()
+    return [{"cost": np.abs(days - level).mean()} for days in streams.streams]
 
 
 TOY = ToyProblem()
@@ -104,9 +94,9 @@ class ToySearch:
 
     def step(self):
         rng = np.random.default_rng([self._seed, self.env_steps])
-        days = rng.normal(self._scenario.mean, 0.5, (1, DAYS))
+        days = rng.normal(self._scenario.mean, 0.5, DAYS)
         tried = [self._level, self._level + rng.normal(0.0, 1.0)]
-        self._level = min(tried, key=lambda level: run(level, self._scenario, days, 0))
+        self._level = min(tried, key=lambda level: np.abs(days - level).mean())
         self.env_steps += DAYS
         return {"level": self._level}
 

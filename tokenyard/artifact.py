@@ -42,7 +42,6 @@ _ZIP_END_BYTES = 22
 
 _NOT_IN_MODEL_NAMES = re.compile("[/:'\"%]")
 
-_Made = TypeVar("_Made")
 MetadataT = TypeVar("MetadataT", bound=FrozenModel)
 ArtifactT = TypeVar("ArtifactT", bound="Artifact[Any]")
 
@@ -170,6 +169,38 @@ class Artifact(Generic[MetadataT]):
             reason = (str(error) or type(error).__name__)[:_LONGEST_REASON]
             raise ArtifactError(f"policy file {source} is broken: {reason}") from None
 
+    @classmethod
+    def champion(
+        cls,
+        scenario: str,
+        path: str | Path | None = None,
+        registry: RegistryLookup | None = None,
+    ) -> tuple[Self, str]:
+        """Find the policy that `champion` means, and say where it was found.
+
+        The order: an explicit path; the registry's `champion` alias, where a lookup is given; the
+        artifact that ships for the scenario. After them comes a rule, which is no artifact, and for
+        the caller to know.
+
+        Raises:
+            NoChampionError: None of these is there.
+            ArtifactError: The first that is there cannot be used.
+        """
+        problem = cls.METADATA.model_fields["problem"].default
+        if path is not None:
+            return cls.load(path), f"file {path}"
+        name = model_name(problem, scenario)
+        if registry is not None and (registered := registry(name)) is not None:
+            return cls.load(registered.path), f"registry {name}@{registered.alias}"
+        file = resources.files("tokenyard") / "artifacts" / problem / f"{scenario}.npz"
+        with resources.as_file(file) as local:
+            if local.is_file():
+                return cls.load(local), f"shipped {problem}/{scenario}"
+        raise NoChampionError(
+            f"no champion for {problem}/{scenario}: none is registered or shipped; train one with "
+            f"python pipelines/sweep.py {problem}:default or name a policy file"
+        )
+
 
 def _file_bytes(path: str | Path) -> bytes:
     """Read a file whole, unless it is too large or none that ends."""
@@ -279,38 +310,3 @@ def model_name(problem: str, scenario: str) -> str:
     """Name the registered model; characters that MLflow refuses are percent-encoded."""
     name = _NOT_IN_MODEL_NAMES.sub(lambda match: quote(match[0], safe=""), scenario)
     return f"tokenyard-{problem}-{name}"
-
-
-def find_champion(
-    problem: str,
-    scenario: str,
-    load: Callable[[str | Path], _Made],
-    trainer: str,
-    path: str | Path | None = None,
-    registry: RegistryLookup | None = None,
-) -> tuple[_Made, str]:
-    """Find the policy that `champion` means, and say where it was found.
-
-    The order: an explicit path; the registry's `champion` alias, where a lookup is given; the
-    artifact that ships for the scenario. After them comes a rule, which is no artifact, and for the
-    caller to know. `trainer` is the command that makes one, for the error.
-
-    Raises:
-        NoChampionError: None of these is there.
-        ArtifactError: The first that is there cannot be used.
-    """
-    if path is not None:
-        return load(path), f"file {path}"
-    if registry is not None:
-        name = model_name(problem, scenario)
-        registered = registry(name)
-        if registered is not None:
-            return load(registered.path), f"registry {name}@{registered.alias}"
-    file = resources.files("tokenyard") / "artifacts" / problem / f"{scenario}.npz"
-    with resources.as_file(file) as local:
-        if local.is_file():
-            return load(local), f"shipped {problem}/{scenario}"
-    raise NoChampionError(
-        f"no champion for {problem}/{scenario}: none is registered or shipped; "
-        f"train one with {trainer} or name a policy file"
-    )

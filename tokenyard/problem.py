@@ -19,10 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
+import numpy as np
 import yaml
 
 from tokenyard.artifact import RegistryLookup
 from tokenyard.statistics.intervals import Samples
+from tokenyard.types import FloatArray
 from tokenyard.workload.trace_options import TraceOptions
 
 if TYPE_CHECKING:
@@ -96,11 +98,24 @@ class Streams(Protocol):
 S = TypeVar("S", bound=Scenario)
 A = TypeVar("A", bound=TrainedPolicy)
 D = TypeVar("D", bound=Streams)
+T = TypeVar("T")
 R = TypeVar("R")
 """One run: what one policy did on one stream."""
 
 Runner = Callable[[S, D, int], list[R]]
 """Runs a policy over streams, with a seed for the policy's own randomness; picklable."""
+
+
+@dataclass(frozen=True)
+class Drawn(Generic[T]):
+    """`Streams` that are a list."""
+
+    streams: Sequence[T]
+    described: str
+
+    def __len__(self) -> int:
+        """How many streams."""
+        return len(self.streams)
 
 
 @dataclass(frozen=True)
@@ -197,7 +212,8 @@ class Problem(Protocol[S, A, D, R]):
     """Scenarios, artifacts, streams and runs of one kind of decision.
 
     For example `tokenyard.routing.problem.PROBLEM`: `candidate(load_scenario("poisson_085"),
-    "sed").run(...)` gives one run per stream, which `summary` measures.
+    "sed").run(...)` gives one run per stream, which `summary` measures. Where a run is a mapping of
+    measures, `summary` and `samples` are there already.
     """
 
     name: str
@@ -264,6 +280,7 @@ class Problem(Protocol[S, A, D, R]):
 
     def summary(self, scenario: S, runs: Sequence[R]) -> dict[str, float]:
         """Measures of one policy over all its runs, by key; docs/metrics.md defines them."""
+        return {key: float(values.mean()) for key, values in _by_stream(runs).items()}
 
     def without_reward(self, scenario: S) -> S:
         """The scenario for runs whose reward is not used, where it takes time to compute."""
@@ -276,6 +293,7 @@ class Problem(Protocol[S, A, D, R]):
 
         They hold at least the measures with an interval or a difference, and the score.
         """
+        return {name: Samples(_by_stream(some)) for name, some in runs.items()}
 
     def evaluation_streams(self, scenario: S, options: StreamOptions) -> tuple[D, list[str]]:
         """Streams that an evaluation asks for, and what is worth knowing about them.
@@ -330,6 +348,10 @@ class Problem(Protocol[S, A, D, R]):
     ) -> dict[str, Figure]:
         """Draw a comparison, by names of files; empty: `tokenyard.evaluation` draws it."""
         return {}
+
+
+def _by_stream(runs: Sequence[Any]) -> dict[str, FloatArray]:
+    return {key: np.array([run[key] for run in runs]) for key in runs[0]}
 
 
 AnyProblem = Problem[Any, Any, Any, Any]

@@ -116,14 +116,20 @@ def report(
     json_path: Path | None,
     seed: int | None,
     width: int = 120,
+    notes: Sequence[str] = (),
+    **more: Any,
 ) -> None:
-    """Print a table on stdout, and write its rows to a file where one is named.
+    """Print a table and notes on stdout, and write its rows to a file where one is named.
 
-    `width` counts in columns, where stdout is no terminal.
+    `width` counts in columns, where stdout is no terminal; `more` is for the file.
     """
-    make_console(width).print(table)
+    console = make_console(width)
+    console.print(table)
+    for note in notes:
+        console.print(note, soft_wrap=True)
     if json_path is not None:
-        write_result(json_path, command_line(), seed, rows)
+        more |= {"notes": list(notes)} if notes else {}
+        write_result(json_path, command_line(), seed, rows, **more)
 
 
 def _without_nan(value: Any) -> Any:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 CHAMPION = "champion"
 CANDIDATE = "candidate"
 PREVIOUS = "previous"
+STORE_ARTIFACTS = "mlartifacts"
+"""Folder of all runs' artifacts, beside a store that is a file."""
 ARTIFACT_FOLDER = "policy"
 """Folder of a run's artifacts that is registered."""
 ARTIFACT_FILE = "artifact.npz"
@@ -56,7 +58,7 @@ def connect(tracking_uri: str) -> MlflowClient:
 
 
 def mlflow_lookup(tracking_uri: str, alias: str = CHAMPION) -> RegistryLookup:
-    """Return the lookup for `tokenyard.artifact.find_champion` over a registry.
+    """Return the lookup for `tokenyard.artifact.Artifact.champion` over a registry.
 
     A file that is not there, such as sqlite:///mlflow.db, holds nothing and is not made. The lookup
     raises RegistryError where the registry or its files cannot be read.
@@ -268,7 +270,7 @@ def log_artifact(client: MlflowClient, run_id: str, artifact: TrainedPolicy) -> 
 
 def _log(client: MlflowClient, experiment: str, model: str, artifact: TrainedPolicy) -> str:
     """Log an artifact with its metrics and lineage into a run of its own; return the run's id."""
-    number = experiment_id(client, experiment)
+    number = open_experiment(client, experiment)
     run_id = str(client.create_run(number, run_name=f"{model}-{artifact.sha256}").info.run_id)
     log_artifact(client, run_id, artifact)
     for key, value in artifact.metadata.metrics.items():
@@ -279,20 +281,21 @@ def _log(client: MlflowClient, experiment: str, model: str, artifact: TrainedPol
     return run_id
 
 
-def experiment_id(client: MlflowClient, name: str) -> str:
-    """Find an MLflow experiment, or create it."""
+def open_experiment(client: MlflowClient, name: str) -> str:
+    """Find or create an MLflow experiment, and return its id.
+
+    A store that is a file keeps its artifacts beside itself; MLflow's default is the working
+    directory.
+    """
     existing = client.get_experiment_by_name(name)
     if existing is not None:
         return str(existing.experiment_id)
-    return str(client.create_experiment(name, _artifact_location(client.tracking_uri)))
-
-
-def _artifact_location(tracking_uri: str) -> str | None:
-    """Next to a store that is a file: MLflow's default is the working directory."""
-    path = tracking_uri.removeprefix("sqlite:///")
-    if path == tracking_uri:
-        return None
-    return (Path(path).resolve().parent / "mlartifacts").as_uri()
+    path = client.tracking_uri.removeprefix("sqlite:///")
+    is_file = path != client.tracking_uri
+    location = (Path(path).resolve().parent / STORE_ARTIFACTS).as_uri() if is_file else None
+    # Makes MLflow's page open on runs and curves instead of language-model traces.
+    tags = {"mlflow.experimentKind": "custom_model_development"}
+    return str(client.create_experiment(name, location, tags))
 
 
 def _download(client: MlflowClient, version: ModelVersion) -> Path:

@@ -27,14 +27,13 @@ from ray.tune.result import AUTO_RESULT_KEYS, DONE, EXPERIMENT_TAG, TRIAL_ID
 from ray.tune.utils import flatten_dict
 
 from tokenyard.problem import Row
+from tokenyard.registry import STORE_ARTIFACTS, open_experiment
 from tune_configs.experiment import ENV_STEPS, SCORE
 
 SWEEP_TAG = "tokenyard.sweep"
 TRIAL_TAG = "tokenyard.trial_id"
 _TAGGED_PARAMS = ("algorithm", "reward_weights", "scenario", "seed")
 _NOT_METRICS = frozenset({*AUTO_RESULT_KEYS, DONE, EXPERIMENT_TAG, TRIAL_ID})
-_ARTIFACTS = "mlartifacts"
-"""Folder of artifacts beside a local store."""
 _METRICS_PER_BATCH = 1000
 """MLflow's own limit on metrics in one log_batch call."""
 
@@ -42,21 +41,6 @@ _METRICS_PER_BATCH = 1000
 def tracking_uri(storage: Path) -> str:
     """MLFLOW_TRACKING_URI where it is set, else the SQLite file in the storage folder."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{storage.resolve()}/mlflow.db"
-
-
-def open_experiment(client: MlflowClient, name: str, storage: Path) -> str:
-    """Find or create the MLflow experiment and return its id.
-
-    A local store keeps its artifacts beside itself; MLflow's default is the working directory.
-    """
-    experiment = client.get_experiment_by_name(name)
-    if experiment is not None:
-        return str(experiment.experiment_id)
-    is_local = client.tracking_uri.startswith("sqlite:")
-    location = (storage.resolve() / _ARTIFACTS).as_uri() if is_local else None
-    # Makes MLflow's page open on runs and curves instead of language-model traces.
-    tags = {"mlflow.experimentKind": "custom_model_development"}
-    return str(client.create_experiment(name, location, tags))
 
 
 def follow_move(client: MlflowClient, storage: Path) -> None:
@@ -68,7 +52,7 @@ def follow_move(client: MlflowClient, storage: Path) -> None:
         return
     for experiment in client.search_experiments():
         root, _, last = experiment.artifact_location.rpartition("/")
-        if last != _ARTIFACTS or not root.startswith("file:") or root == storage.as_uri():
+        if last != STORE_ARTIFACTS or not root.startswith("file:") or root == storage.as_uri():
             continue
         with closing(sqlite3.connect(storage / "mlflow.db")) as store, store:
             for table, column, old, new in (
@@ -311,7 +295,7 @@ def log_rows(
         Where the run is, in words.
     """
     client = MlflowClient(tracking_uri(Path()))
-    run = client.create_run(open_experiment(client, experiment, Path()), run_name=run_name)
+    run = client.create_run(open_experiment(client, experiment), run_name=run_name)
     run_id = run.info.run_id
     for name, value in params.items():
         if value is not None:

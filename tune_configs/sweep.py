@@ -27,7 +27,7 @@ from tokenyard.evaluation import Comparison, Map, rank
 from tokenyard.problem import AnyProblem, Row, Scenario, TrainedPolicy
 from tokenyard.promotion import PromotionVerdict, judge_candidate, rivals
 from tokenyard.provenance import git_sha
-from tokenyard.registry import ARTIFACT_FILE, Registration
+from tokenyard.registry import ARTIFACT_FILE, Registration, open_experiment
 from tune_configs import mlflow_log
 from tune_configs.experiment import ENV_STEPS, SCORE, Experiment, load_experiments
 from tune_configs.tuner import (
@@ -211,7 +211,7 @@ def open_chain(
     client = MlflowClient(mlflow_log.tracking_uri(store))
     mlflow_log.follow_move(client, store)
     problems = [experiment.problem.name for experiment in experiments]
-    mlflow_id = mlflow_log.open_experiment(client, f"tokenyard-{'-'.join(problems)}", store)
+    mlflow_id = open_experiment(client, f"tokenyard-{'-'.join(problems)}")
     path = f"{storage}/{name}"
     run = mlflow_log.find_sweep_run(client, mlflow_id, path)
     if resume:

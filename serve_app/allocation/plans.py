@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,17 +11,15 @@ import numpy as np
 from serve_app.allocation.transition import Held, Shape, shape_of
 from serve_app.cluster import AllocatedPool
 from serve_app.policy.loading import ask_registry
-from tokenyard.allocation.artifact import learned_for, resolve_allocation_champion
+from tokenyard.allocation.artifact import AllocationArtifact, learned_for
 from tokenyard.allocation.dynamics import NUM_OUT, Model, measurements, run_slot
 from tokenyard.allocation.plans import PlanTable, load_allocation, plan_table
 from tokenyard.allocation.policies import best_rule, make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.types import AllocationPolicy, Plan, SlotMeasurements
-from tokenyard.artifact import NoChampionError, RegisteredPolicy, RegistryError
+from tokenyard.artifact import NoChampionError, RegisteredPolicy
 from tokenyard.registry import CANDIDATE, CHAMPION
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,17 +57,10 @@ def load_plan_policy(
     path = name if name.endswith(".npz") else None
     registered: RegisteredPolicy | None = None
     error: str | None = None
+    if path is None:
+        registered, error = ask_registry("allocation", scenario.name, name, registry, may_ship)
     try:
-        if path is None:
-            candidate = name == CANDIDATE
-            registered = ask_registry("allocation", scenario.name, candidate, registry)
-    except RegistryError as refused:
-        if not may_ship:
-            raise
-        error = str(refused)
-        logger.warning("allocation by what ships: %s", error)
-    try:
-        artifact, source = resolve_allocation_champion(
+        artifact, source = AllocationArtifact.champion(
             scenario.name, path, lambda model: registered
         )
     except NoChampionError:

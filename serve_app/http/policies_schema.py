@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -38,14 +37,6 @@ class BreakerAnswer(PolicyReference):
     times_opened: int
 
 
-class EstimateAnswer(BaseModel):
-    """A gain over the logged policy, with its 95 % interval; null: too little data."""
-
-    estimate: float | None
-    low: float | None
-    high: float | None
-
-
 class ExperimentAnswer(BaseModel):
     """The results of an experiment so far."""
 
@@ -69,10 +60,8 @@ class ExperimentAnswer(BaseModel):
     not compared."""
     decisions_failed: int | None = None
     decisions_left_out: int | None = None
-    estimated_gains: dict[str, EstimateAnswer] = {}
-    gains_withheld: str | None = None
-    """Why there are no estimated gains, however long a shadow runs: it orders otherwise what waits;
-    null: there are."""
+    estimated_gains: dict[str, float] = {}
+    """Always empty: a log does not tell what another policy would gain."""
 
 
 class PoliciesAnswer(BaseModel):
@@ -148,13 +137,6 @@ def _describe_experiment(experiment: Experiment) -> ExperimentAnswer:
             "agreement_fraction": _share(shadow.num_agreed, shadow.num_asked),
             "decisions_failed": shadow.num_failed,
             "decisions_left_out": shadow.num_left_out,
-            "gains_withheld": shadow.withheld,
-            "estimated_gains": {
-                name: EstimateAnswer(
-                    **{k: v if math.isfinite(v) else None for k, v in gain._asdict().items()}
-                )
-                for name, gain in shadow.gains.items()
-            },
         }
     return answer.model_copy(update=more)
 

@@ -46,7 +46,9 @@ class RegionDecider:
         rule = rule or ActivationRule()
         self._policy = policy
         self._name, self._source, self._version = name, source, version
-        self._fallbacks = [(fallback, REGION_BASELINES[fallback](rule)) for fallback in FALLBACKS]
+        self._fallbacks = [
+            (fallback, REGION_BASELINES[fallback].tuned(rule)) for fallback in FALLBACKS
+        ]
         self._num_decisions = 0
         self._counted: dict[str, int] = {}
         self.registry = registry or CollectorRegistry()
@@ -68,7 +70,7 @@ class RegionDecider:
     def shipped(cls, registry: CollectorRegistry | None = None) -> RegionDecider:
         """Make the decider of the shipped rule."""
         rule = ActivationRule()
-        policy = REGION_BASELINES[BEST_RULE](rule)
+        policy = REGION_BASELINES[BEST_RULE].tuned(rule)
         return cls(policy, BEST_RULE, RULE, rule=rule, registry=registry)
 
     def decide(self, message: RegionsMessage) -> RegionsAnswer:

@@ -16,22 +16,15 @@ import math
 import queue
 import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
-
-import numpy as np
 
 from serve_app.cluster import CircuitBreakerSettings
 from serve_app.policy.runner import Arm, CircuitBreaker, PolicyRunner, ReplicaChoice
 from serve_app.policy.ties import equally_idle
 from serve_app.policy.timeouts import Timeouts
 from tokenyard.routing.observation import unranked_columns
-from tokenyard.routing.policies.delay import finish_times_s
 from tokenyard.routing.policies.order_spec import UNKNOWN, in_words
-from tokenyard.statistics import off_policy as estimate
-from tokenyard.statistics.intervals import Interval
 from tokenyard.statistics.sequential import DEFAULT_ALPHA, SequentialTest
 
 logger = logging.getLogger(__name__)
@@ -40,15 +33,7 @@ Mode = Literal["shadow", "canary"]
 MAX_SHARE = 0.5
 ABANDON_AFTER = 2.0
 """SLO targets until a request counts as bad though it may still be answered."""
-_MAX_SETTLED = 20_000
-_ESTIMATES_EVERY_S = 2.0
-_MAX_OPEN = 10_000
 _MAX_QUEUED = 1_000
-_FEW = 100
-_WITHHELD = (
-    "{}: what is logged is the outcome under the one order, and no choice of replica says what it "
-    "would be under the other"
-)
 _SHADOW_COUNTS = ("num_asked", "num_agreed", "num_failed", "num_left_out")
 
 
@@ -56,7 +41,7 @@ class Conflict(ValueError):
     """A change that cannot be made as things are; the text says why."""
 
 
-def order_difference(champion: PolicyRunner, other: PolicyRunner) -> str | None:
+def _order_difference(champion: PolicyRunner, other: PolicyRunner) -> str | None:
     """Say how the orders of two policies differ; None: they give equal keys.
 
     Equal knobs are not enough: an order goes by lengths that each policy predicts by itself.
@@ -81,7 +66,7 @@ def check_canary(champion: PolicyRunner, canary: PolicyRunner) -> None:
     Raises:
         Conflict: They would; the text says what to do instead.
     """
-    difference, order = order_difference(champion, canary), champion.order
+    difference, order = _order_difference(champion, canary), champion.order
     if difference is None and order is not None and order.counts_requests:
         difference = (
             f"{order} counts the requests that it orders, and each policy would count its own"
@@ -146,102 +131,35 @@ class Verdicts:
         return settled
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
-    """What the shadow said of a decision whose outcome is not known."""
-
-    same: bool
-    propensity: float | None
-    logged_s: float
-    """Expected response at the replica that was chosen."""
-    candidate_s: float
-    """Expected response at the shadow's choice."""
-
-
 class Shadow:
-    """Asks a policy what it would have done, and estimates what that would have changed.
+    """Asks a policy what it would have done.
 
     Two decisions are the same where they name the same replica: order keys are not compared.
     """
 
-    def __init__(
-        self, policy: PolicyRunner, settings: CircuitBreakerSettings, difference: str | None = None
-    ) -> None:
+    def __init__(self, policy: PolicyRunner, settings: CircuitBreakerSettings) -> None:
         # One failure is enough: nobody depends on it.
         strict = settings.model_copy(update={"failures_to_open": 1})
         self._timeouts = Timeouts.in_thread(settings.budget_s)
         breaker = CircuitBreaker(strict, time.monotonic)
         rng = policy.rng.spawn(1)[0]
         self._runner = PolicyRunner(policy.name, policy.loaded, breaker, self._timeouts, rng)
-        self._lock = threading.Lock()
-        self._open: OrderedDict[str, _Open] = OrderedDict()
-        self._early: OrderedDict[str, tuple[float, bool]] = OrderedDict()
-        """Outcomes that were there before the shadow had said anything."""
-        self._settled: deque[tuple[_Open, float, bool]] = deque(maxlen=_MAX_SETTLED)
         self.num_asked = 0
         self.num_agreed = 0
         self.num_failed = 0
         self.num_left_out = 0
         """Decisions that it was not asked about, because it did not keep up or was skipped."""
-        self.gains: dict[str, Interval] = {}
-        """The last `estimates`."""
-        # How it orders what waits otherwise than the champion.
-        self.withheld = difference and _WITHHELD.format(difference)
-        """Why there are no estimates, however many decisions there are; None: there are."""
         self._ends = threading.Event()
-        self._queue: queue.Queue[tuple[str, ReplicaChoice] | None] = queue.Queue(_MAX_QUEUED)
+        self._queue: queue.Queue[ReplicaChoice | None] = queue.Queue(_MAX_QUEUED)
         self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
         self._thread.start()
 
-    def offer(self, request_id: str, choice: ReplicaChoice) -> None:
+    def offer(self, choice: ReplicaChoice) -> None:
         """Hand over a decision; returns at once."""
         try:
-            self._queue.put_nowait((request_id, choice))
+            self._queue.put_nowait(choice)
         except queue.Full:
             self.num_left_out += 1
-
-    def settle(self, request_id: str, response_s: float, good: bool) -> None:
-        """Tell what became of a request that was answered."""
-        with self._lock:
-            opened = self._open.pop(request_id, None)
-            if not math.isfinite(response_s):
-                return
-            if opened is not None:
-                self._settled.append((opened, response_s, good))
-                return
-            self._early[request_id] = (response_s, good)
-            while len(self._early) > _MAX_QUEUED:
-                self._early.popitem(last=False)
-
-    def estimates(self) -> dict[str, Interval]:
-        """Gains of the shadow over what was done, each with its 95 % interval.
-
-        Shares that attained their SLO (`attained`) by importance weighting, plain and
-        self-normalised; mean responses (`response_s`) doubly robust, with the expected delay as
-        the model. Empty before there are enough decisions with a propensity, and where the two
-        order what waits otherwise (`withheld`).
-        """
-        if self.withheld is not None:
-            return {}
-        with self._lock:
-            rows = [row for row in self._settled if row[0].propensity]
-        if len(rows) < _FEW:
-            return {}
-        opened, responses_s, attained = zip(*rows, strict=True)
-        propensity = np.array([each.propensity for each in opened], dtype=np.float64)
-        same = np.array([each.same for each in opened])
-        good, response_s = np.array(attained, dtype=np.float64), np.array(responses_s)
-        logged = np.array([each.logged_s for each in opened])
-        candidate = np.array([each.candidate_s for each in opened])
-        intercept, slope = estimate.calibrated(logged, response_s)
-        return {
-            "attained_ips": estimate.ips_gain(good, propensity, same),
-            "attained_snips": estimate.snips_gain(good, propensity, same),
-            "response_s_doubly_robust": estimate.doubly_robust_gain(
-                response_s, propensity, same,
-                intercept + slope * logged, intercept + slope * candidate,
-            ),
-        }  # fmt: skip
 
     def stop(self) -> None:
         """End the thread."""
@@ -250,26 +168,16 @@ class Shadow:
             self._queue.put_nowait(None)
 
     def _run(self) -> None:
-        due_s = time.monotonic() + _ESTIMATES_EVERY_S
-        while not self._ends.is_set():
-            if time.monotonic() >= due_s:
-                # Here and not when somebody looks: it takes longer than the event loop may wait.
-                self.gains = self.estimates()
-                due_s = time.monotonic() + _ESTIMATES_EVERY_S
+        # `None` ends it at once; where the queue is too full for one, the event does.
+        while not self._ends.is_set() and (choice := self._queue.get()) is not None:
             try:
-                offered = self._queue.get(timeout=_ESTIMATES_EVERY_S)
-            except queue.Empty:
-                continue
-            if offered is None:
-                break
-            try:
-                self._ask(*offered)
+                self._ask(choice)
             except Exception:  # Nothing that a shadow does may end its thread.
                 logger.exception("shadow %s", self._runner.name)
                 self.num_failed += 1
         self._timeouts.stop()
 
-    def _ask(self, request_id: str, choice: ReplicaChoice) -> None:
+    def _ask(self, choice: ReplicaChoice) -> None:
         request, snapshots, chosen = choice.request, choice.snapshots, choice.index
         answer = self._runner.decide(request, snapshots)
         if isinstance(answer, str):
@@ -285,16 +193,6 @@ class Shadow:
             same = equally_idle(columns[chosen], columns[index])
         self.num_asked += 1
         self.num_agreed += same
-        times_s = finish_times_s(request, snapshots)
-        opened = _Open(same, choice.propensity, float(times_s[chosen]), float(times_s[index]))
-        with self._lock:
-            early = self._early.pop(request_id, None)
-            if early is not None:
-                self._settled.append((opened, *early))
-                return
-            self._open[request_id] = opened
-            while len(self._open) > _MAX_OPEN:
-                self._open.popitem(last=False)
 
 
 class Experiment:
@@ -331,8 +229,7 @@ class Experiment:
         """Why it was ended; None: it goes on."""
         self.verdicts = Verdicts()
         self.test = SequentialTest(share, alpha) if mode == "canary" else None
-        difference = order_difference(champion, policy)
-        self.shadow = Shadow(policy, settings, difference) if mode == "shadow" else None
+        self.shadow = Shadow(policy, settings) if mode == "shadow" else None
 
     @property
     def running(self) -> bool:
@@ -368,11 +265,7 @@ class Experiment:
         It is `good` where it attained its SLO; None: it does not count. `response_s` is NaN where
         it was not answered.
         """
-        if not self.running:
-            return
-        if self.shadow is not None:
-            self.shadow.settle(request_id, response_s, bool(good))
-        if self.test is None:
+        if not self.running or self.test is None:
             return
         answered = output_tokens if math.isfinite(response_s) else None
         for verdict in self.verdicts.close(request_id, good, answered, now_s):
@@ -382,7 +275,7 @@ class Experiment:
 
     @property
     def evidence(self) -> dict[str, Any]:
-        """What is known so far, as JSON has it; not the decisions that a shadow's gains are of."""
+        """What is known so far, as JSON has it."""
         test, shadow = self.test, self.shadow
         counts = None if shadow is None else [getattr(shadow, name) for name in _SHADOW_COUNTS]
         return {"test": None if test is None else test.saved(), "shadow": counts}

@@ -20,7 +20,6 @@ from tokenyard.routing.artifact import (
     PolicyArtifact,
     learned_policy,
     length_predictor,
-    resolve_champion,
     rule_for,
 )
 from tokenyard.routing.metadata import LengthPredictor
@@ -102,7 +101,7 @@ def resolve_policy(
         if policy in (CHAMPION, CANDIDATE):
             return _registered_or_shipped(policy, scenario, registry_uri, stand_in is not None)
         if policy.endswith(".npz"):
-            artifact, source = resolve_champion(scenario.name, path=policy)
+            artifact, source = PolicyArtifact.champion(scenario.name, path=policy)
             return from_artifact(Path(policy).stem, artifact, source, scenario)
     except ArtifactError as error:
         if stand_in is None:
@@ -127,18 +126,10 @@ def _registered_or_shipped(
     `may_ship`: what ships is served where the registry cannot be read or, of a candidate, has none;
     the card says why.
     """
-    registered: RegisteredPolicy | None = None
-    error: str | None = None
-    try:
-        registered = ask_registry("routing", scenario.name, policy == CANDIDATE, registry_uri)
-    except RegistryError as refused:
-        if not may_ship:
-            raise
-        error = str(refused)
-        logger.warning("serving what ships: %s", error)
+    registered, error = ask_registry("routing", scenario.name, policy, registry_uri, may_ship)
     changed: dict[str, str | None] = {"registry_error": error}
     try:
-        artifact, source = resolve_champion(scenario.name, registry=lambda model: registered)
+        artifact, source = PolicyArtifact.champion(scenario.name, registry=lambda model: registered)
     except NoChampionError:
         rule = rule_for(scenario.name)
         loaded = from_baseline(rule, scenario)
@@ -151,21 +142,30 @@ def _registered_or_shipped(
 
 
 def ask_registry(
-    problem: str, scenario: str, candidate: bool, registry_uri: str | None
-) -> RegisteredPolicy | None:
-    """Look a champion or a candidate up; None: there is no champion, or no registry to ask.
+    problem: str, scenario: str, alias: str, registry_uri: str | None, may_ship: bool
+) -> tuple[RegisteredPolicy | None, str | None]:
+    """Look a champion or a candidate up.
+
+    Returns:
+        The version, or None where there is no champion, or no registry to ask; and, with
+        `may_ship`, why the registry is not used.
 
     Raises:
-        RegistryError: It cannot be read, or there is no candidate.
+        RegistryError: It cannot be read, or there is no candidate; not with `may_ship`.
     """
-    alias = CANDIDATE if candidate else CHAMPION
     registered = None
-    if registry_uri is not None:
-        registered = find_registered(registry_uri, problem, scenario, alias)
-    if registered is None and candidate:
-        where = "there is no registry" if registry_uri is None else f"registry {registry_uri}"
-        raise RegistryError(f"{where}: {problem} scenario {scenario!r} has no candidate")
-    return registered
+    try:
+        if registry_uri is not None:
+            registered = find_registered(registry_uri, problem, scenario, alias)
+        if registered is None and alias == CANDIDATE:
+            where = "there is no registry" if registry_uri is None else f"registry {registry_uri}"
+            raise RegistryError(f"{where}: {problem} scenario {scenario!r} has no candidate")
+    except RegistryError as refused:
+        if not may_ship:
+            raise
+        logger.warning("%s by what ships: %s", problem, refused)
+        return None, str(refused)
+    return registered, None
 
 
 def check_exploration(loaded: LoadedPolicy, explore_fraction: float) -> None:

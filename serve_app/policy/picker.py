@@ -179,7 +179,7 @@ class ReplicaPicker:
         """Show a decision to the shadow, where there is one."""
         experiment = self.experiment
         if experiment is not None and experiment.running and experiment.shadow is not None:
-            experiment.shadow.offer(request_id, choice)
+            experiment.shadow.offer(choice)
 
     def stop(self) -> None:
         """End the threads."""

@@ -28,7 +28,7 @@ from tokenyard.regions.policies import BEST_RULE as BEST_REGION_RULE
 from tokenyard.regions.policies import REGION_BASELINES, make_region_policy
 from tokenyard.regions.scenario import load_regions
 from tokenyard.regions.types import RegionState
-from tokenyard.routing.artifact import DEFAULT_RULE, learned_policy, resolve_champion, rule_for
+from tokenyard.routing.artifact import DEFAULT_RULE, PolicyArtifact, learned_policy, rule_for
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.problem import PROBLEM as ROUTING
 from tokenyard.routing.scenario import Scenario, load_scenario, scenario_names
@@ -84,7 +84,7 @@ def entries() -> dict[str, Callable[[], dict[str, Any]]]:
 def champion_of(name: str) -> dict[str, Any]:
     """What routes a scenario where nobody says otherwise."""
     try:
-        artifact, _ = resolve_champion(name)
+        artifact, _ = PolicyArtifact.champion(name)
     except NoChampionError:
         return {"rule": rule_for(name), **rule_of(name, rule_for(name))}
     return {"artifact": artifact.sha256, **routed(load_scenario(name), learned_policy(artifact))}

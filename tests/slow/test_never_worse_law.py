@@ -53,5 +53,5 @@ def check(worst):
     rows = [row for draw in range(DRAWS) for row in play(draw, list(worst))]
     for policy, (worse, far_worse) in worst.items():
         found = verdict([row for row in rows if row["policy"] == policy])
-        assert found.worse <= worse, found.row
-        assert found.far_worse <= far_worse, found.row
+        assert found["worse"] <= worse, found
+        assert found["far_worse"] <= far_worse, found

@@ -17,7 +17,7 @@ from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies.learned import ForecastPlanner, NetworkPlan, ValueTable
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.types import AllocationPolicy
-from tokenyard.artifact import Artifact, Kind, NoChampionError, RegistryLookup, find_champion
+from tokenyard.artifact import Artifact, Kind, NoChampionError, RegistryLookup
 from tokenyard.config import FrozenModel
 from tokenyard.network import Network, check_names, check_only_network
 
@@ -146,14 +146,6 @@ def learned_allocation(artifact: AllocationArtifact) -> AllocationPolicy:
     return KINDS[artifact.metadata.kind].policy(artifact)
 
 
-def resolve_allocation_champion(
-    scenario: str, path: str | Path | None = None, registry: RegistryLookup | None = None
-) -> tuple[AllocationArtifact, str]:
-    """As `tokenyard.artifact.find_champion`; where there is none, `best_rule` says what decides."""
-    trainer = "python pipelines/sweep.py allocation:default"
-    return find_champion("allocation", scenario, AllocationArtifact.load, trainer, path, registry)
-
-
 def champion_or_planner(
     scenario: AllocationScenario,
     path: str | Path | None = None,
@@ -165,7 +157,7 @@ def champion_or_planner(
         ArtifactError: What was found cannot be used.
     """
     try:
-        return resolve_allocation_champion(scenario.name, path, registry)
+        return AllocationArtifact.champion(scenario.name, path, registry)
     except NoChampionError:
         metadata = AllocationMetadata(
             kind="planner", scenario=scenario, trainer="regression",

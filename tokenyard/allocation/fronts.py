@@ -58,14 +58,9 @@ def region_rows() -> Rows:
 
 def measured(outcomes: AllocationOutcomes, scenario: AllocationScenario) -> dict[str, float]:
     """Goodput, dollars and joules of a run."""
-    offered = outcomes.column(dyn.OFFERED).sum()
-    tokens = outcomes.column(dyn.SERVED).sum() * scenario.generated_tokens
-    return {
-        "goodput_fraction": float(1 - outcomes.column(dyn.VIOLATIONS).sum() / offered),
-        "cost_per_hour": float(outcomes.column(dyn.USD).mean() * 3600 / scenario.slot_s),
-        "cost_per_million_tokens": float(1e6 * outcomes.column(dyn.USD).sum() / tokens),
-        "energy_j_per_token": float(outcomes.column(dyn.ENERGY_J).sum() / tokens),
-    }
+    found = PROBLEM.summary(scenario, [outcomes])
+    keys = "goodput_fraction", "cost_per_hour", "cost_per_million_tokens", "energy_j_per_token"
+    return {key: found[key] for key in keys}
 
 
 def front_rows(scenario: AllocationScenario, num_weightings: int, seed: int) -> tuple[Rows, Rows]:

@@ -6,7 +6,6 @@ Bounds know the demand to come and are no policies; here they only stand beside 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from tokenyard.allocation.artifact import (
     AllocationArtifact,
     learned_allocation,
     learned_for,
-    resolve_allocation_champion,
 )
 from tokenyard.allocation.bounds import (
     best_static_in_hindsight,
@@ -35,7 +33,7 @@ from tokenyard.allocation.simulator import AllocationOutcomes
 from tokenyard.allocation.simulator.run import StreamRunner, run_allocation
 from tokenyard.allocation.types import AllocationPolicy
 from tokenyard.artifact import NoChampionError, RegistryLookup
-from tokenyard.problem import RULE, Candidate, Measure, Problem, Purpose, Runner, Score
+from tokenyard.problem import RULE, Candidate, Drawn, Measure, Problem, Purpose, Runner, Score
 from tokenyard.statistics.intervals import Samples
 
 BOUNDS = ("best_static_hindsight", "clairvoyant", "free_switching")
@@ -54,22 +52,8 @@ SUITES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Demands:
-    """One part of a scenario's demand under several draws of its noise."""
-
-    streams: Sequence[DemandStream]
-    origin: str
-    """Where the demand comes from, in words."""
-
-    def __len__(self) -> int:
-        """How many draws."""
-        return len(self.streams)
-
-    @property
-    def described(self) -> str:
-        """How many draws, and of what."""
-        return f"{len(self)} draws of noise; {self.origin}"
+Demands = Drawn[DemandStream]
+"""One part of a scenario's demand under several draws of its noise."""
 
 
 class Allocation(Problem[AllocationScenario, AllocationArtifact, Demands, AllocationOutcomes]):
@@ -127,7 +111,7 @@ class Allocation(Problem[AllocationScenario, AllocationArtifact, Demands, Alloca
             drawn = [source.train(1_000 + 100 * seed + i) for i in range(count)]
         else:
             drawn = [source.test(seed + i) for i in range(count)]
-        return Demands(drawn, source.origin)
+        return Drawn(drawn, f"{count} draws of noise; {source.origin}")
 
     def best_tuned_rule(self, scenario: AllocationScenario) -> str | None:
         """Rule that decides where no policy was trained."""
@@ -159,7 +143,7 @@ def _learned(
 ) -> Candidate[AllocationScenario, Demands, AllocationOutcomes]:
     path = name if name.endswith(".npz") else None
     try:
-        artifact, source = resolve_allocation_champion(scenario.name, path, registry)
+        artifact, source = AllocationArtifact.champion(scenario.name, path, registry)
     except NoChampionError:
         rule = best_rule(scenario.name)
         return Candidate(name, f"the rule {rule}", partial(_run_rule, rule), rule)

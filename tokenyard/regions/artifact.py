@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
+from tokenyard.artifact import Artifact, Kind
 from tokenyard.config import FrozenModel
 from tokenyard.network import Network, check_only_network
 from tokenyard.regions.activation import ActivationRule
@@ -80,13 +79,3 @@ KINDS: dict[str, RegionKind] = {
 def learned_regions(artifact: RegionArtifact, rule: ActivationRule) -> RegionPolicy:
     """Make the policy of an artifact."""
     return KINDS[artifact.metadata.kind].policy(artifact, rule)
-
-
-def resolve_region_champion(
-    scenario: str, path: str | Path | None = None, registry: RegistryLookup | None = None
-) -> tuple[RegionArtifact, str]:
-    """As `tokenyard.artifact.find_champion`; none ships, and `BEST_RULE` decides where none is."""
-    return find_champion(
-        "regions", scenario, RegionArtifact.load, "python pipelines/sweep.py regions:default",
-        path, registry,
-    )  # fmt: skip

@@ -42,7 +42,7 @@ def run_layouts(
     for index in range(num_layouts):
         drawn = draw_layout(scenario, seed, "test", index)
         stream = sample_stream(drawn, stream_rng(seed, "test", index))
-        episode = Episodes([stream], fit_seasonal(drawn), scenario.name)
+        episode = Episodes([stream], scenario.name, fit_seasonal(drawn))
         for candidate in candidates:
             runs[candidate.name] += candidate.run(drawn, episode, seed)
     return runs
@@ -82,7 +82,7 @@ def judge(
         raise ValueError(f"baseline {baseline!r} was not run; choose one of {sorted(runs)}")
     count = len(next(iter(runs.values())))
     best = [runs[chosen[unit % len(chosen)]][unit] for unit in range(count)]
-    streams = Episodes([], fit_seasonal(scenario), f"{len(best)} layouts of {scenario.name}")
+    streams = Episodes([], f"{count} layouts of {scenario.name}", fit_seasonal(scenario))
     rows = compare(PROBLEM, scenario, streams, {BEST: best, **runs}, BEST)
     rows[0]["policy"] = "/".join(dict.fromkeys(chosen))
     pairs: list[tuple[Sequence[Measured], Sequence[Measured]]] = [

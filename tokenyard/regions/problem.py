@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from tokenyard.artifact import NoChampionError, RegistryLookup
-from tokenyard.problem import RULE, Candidate, Measure, Problem, Purpose, Runner, Score
+from tokenyard.problem import RULE, Candidate, Drawn, Measure, Problem, Purpose, Runner, Score
 from tokenyard.regions.activation import ActivationRule
-from tokenyard.regions.artifact import RegionArtifact, learned_regions, resolve_region_champion
+from tokenyard.regions.artifact import RegionArtifact, learned_regions
 from tokenyard.regions.demand import RegionStream, sample_stream, stream_rng
 from tokenyard.regions.evaluation import MEASURES, measure
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
@@ -19,7 +17,6 @@ from tokenyard.regions.policies import BEST_RULE, REGION_BASELINES, make_region_
 from tokenyard.regions.scenario import RegionScenario, load_regions, region_names
 from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions.types import RegionPolicy
-from tokenyard.statistics.intervals import Samples
 
 SUITES = {"regions": ("abilene", "polska", "gabriel", "cost266")}
 Measured = dict[str, float]
@@ -29,22 +26,10 @@ _PARTS = {"validation": "validation", "evaluation": "test"}
 
 
 @dataclass(frozen=True)
-class Episodes:
+class Episodes(Drawn[RegionStream]):
     """Independent episodes, and the forecaster whose predictions every policy is shown."""
 
-    streams: Sequence[RegionStream]
     forecaster: DemandForecaster
-    origin: str
-    """Of what scenario, in words."""
-
-    def __len__(self) -> int:
-        """How many episodes."""
-        return len(self.streams)
-
-    @property
-    def described(self) -> str:
-        """How many episodes, and of what."""
-        return f"{len(self)} streams of {self.origin}"
 
 
 class Regions(Problem[RegionScenario, RegionArtifact, Episodes, Measured]):
@@ -95,23 +80,6 @@ class Regions(Problem[RegionScenario, RegionArtifact, Episodes, Measured]):
         """Cost and its parts, response and its parts, violations."""
         return MEASURES
 
-    def summary(self, scenario: RegionScenario, runs: Sequence[Measured]) -> dict[str, float]:
-        """Means over episodes."""
-        return {key: float(np.mean([run[key] for run in runs])) for key in runs[0]}
-
-    def samples(
-        self,
-        scenario: RegionScenario,
-        streams: Episodes,
-        runs: Mapping[str, Sequence[Measured]],
-        baseline: str,
-    ) -> dict[str, Samples]:
-        """Return each policy's measures by episode."""
-        return {
-            name: Samples({key: np.array([row[key] for row in rows]) for key in rows[0]})
-            for name, rows in runs.items()
-        }
-
 
 PROBLEM = Regions()
 
@@ -121,10 +89,11 @@ def episodes(
 ) -> Episodes:
     """Draw episodes that every policy lives through with a forecaster of one's own."""
     drawn = [sample_stream(scenario, stream_rng(seed, _PARTS[purpose], i)) for i in range(count)]
-    origin = (
-        f"{scenario.num_slots} slots, load {scenario.demand.load:g}, {scenario.num_servers} servers"
+    described = (
+        f"{count} streams of {scenario.num_slots} slots, load {scenario.demand.load:g}, "
+        f"{scenario.num_servers} servers"
     )
-    return Episodes(drawn, forecaster, origin)
+    return Episodes(drawn, described, forecaster)
 
 
 Maker = Callable[[RegionScenario], RegionPolicy]
@@ -148,7 +117,7 @@ def policy_maker(
         )
     path = None if name == PROBLEM.learned else name
     try:
-        artifact, source = resolve_region_champion(scenario.name, path, registry)
+        artifact, source = RegionArtifact.champion(scenario.name, path, registry)
     except NoChampionError:
         return partial(make_region_policy, BEST_RULE), f"best tuned rule, {BEST_RULE}", BEST_RULE
     words = f"{source}, trained by {artifact.metadata.trainer}, {artifact.sha256}"

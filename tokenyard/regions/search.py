@@ -17,7 +17,7 @@ from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.demand import RegionStream, draw_layout, sample_stream, stream_rng
 from tokenyard.regions.evaluation import measure
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
-from tokenyard.regions.policies import RECIPES
+from tokenyard.regions.policies import REGION_BASELINES
 from tokenyard.regions.policies.rules import Knobs
 from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.simulator.run import run_regions
@@ -63,10 +63,10 @@ class KnobSearch(CrossEntropy):
         seed: int = 0,
     ) -> None:
         """Start at the rule's own knobs, which the zero vector stands for."""
-        if name not in RECIPES:
-            tunable = [rule for rule, recipe in RECIPES.items() if recipe.tunable]
+        if name not in REGION_BASELINES:
+            tunable = [rule for rule, recipe in REGION_BASELINES.items() if recipe.tunable]
             raise ValueError(f"unknown regional rule {name!r}; choose one of {tunable}")
-        self._recipe = RECIPES[name]
+        self._recipe = REGION_BASELINES[name]
         if not self._recipe.tunable:
             raise ValueError(f"{name} has no knobs")
         self.config = config = config or RegionSearchConfig()

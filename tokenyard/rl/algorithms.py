@@ -60,7 +60,7 @@ def hyperparameters(config: AlgorithmConfig) -> dict[str, float | str]:
     }
     if not isinstance(config, RoundsDQNConfig):
         found |= {"gae_lambda": config.lambda_, "entropy_coeff": config.entropy_coeff}
-    if isinstance(config, PPOConfig):
+    if config.minibatch_size is not None:
         found |= {key: getattr(config, key) for key in ("minibatch_size", "num_epochs")}
     return found
 

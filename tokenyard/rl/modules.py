@@ -87,6 +87,8 @@ class Observes:
     """Part of a module whose `normaliser` learns what observations look like."""
 
     normaliser: Any
+    observation_space: Any
+    model_config: dict[str, Any]
 
     def observe(self, observations: Tensor) -> None:
         """Let the normaliser, if there is one, learn from observations of shape (num, size)."""
@@ -94,21 +96,13 @@ class Observes:
         if buffers:
             self.normaliser.update(observations.to(buffers[0].device))
 
-    def _normalised(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return {**batch, Columns.OBS: self.normaliser(batch[Columns.OBS])}
-
-
-class _RouterParts(Observes):
-    """Normaliser, mixed into an RLModule of RLlib."""
-
-    observation_space: Any
-    model_config: dict[str, Any]
-
-    def _add_parts(self, output: nn.Module) -> None:
+    def _add_normaliser(self) -> None:
         size = self.observation_space.shape[0]
         normalise = self.model_config.get(NORMALISE, False)
         self.normaliser = RunningNormaliser(size) if normalise else nn.Identity()
-        shrink_last_layer(output)
+
+    def _normalised(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {**batch, Columns.OBS: self.normaliser(batch[Columns.OBS])}
 
 
 def linear_layers(network: nn.Module) -> list[nn.Linear]:
@@ -126,6 +120,12 @@ def shrink_last_layer(network: nn.Module) -> None:
 
 class ActorCritic(Observes, DefaultPPOTorchRLModule):
     """Actor and critic of PPO and A2C that look at normalised observations."""
+
+    def setup(self) -> None:
+        """Build the networks that RLlib ships, and a nearly silent output; then the normaliser."""
+        super().setup()
+        shrink_last_layer(self.pi)
+        self._add_normaliser()
 
     @property
     def policy_layers(self) -> list[nn.Linear]:
@@ -155,6 +155,12 @@ class ActorCritic(Observes, DefaultPPOTorchRLModule):
 class QNetwork(Observes, DefaultDQNTorchRLModule):
     """Q-network of DQN: the target network shares the normaliser, and what adjusts the outputs."""
 
+    def setup(self) -> None:
+        """As of `ActorCritic`."""
+        super().setup()
+        shrink_last_layer(self.af)
+        self._add_normaliser()
+
     @property
     def policy_layers(self) -> list[nn.Linear]:
         """Linear layers from observation to Q-values; ReLU stands between them."""
@@ -167,24 +173,6 @@ class QNetwork(Observes, DefaultDQNTorchRLModule):
     def _adjusted(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
         """What Q-values become, given the observations as they were: themselves."""
         return outputs
-
-
-class RouterActorCritic(_RouterParts, ActorCritic):
-    """Actor and critic of a router."""
-
-    def setup(self) -> None:
-        """Build the networks that RLlib ships, then the normaliser."""
-        super().setup()
-        self._add_parts(self.pi)
-
-
-class RouterQNetwork(_RouterParts, QNetwork):
-    """Q-network of a router."""
-
-    def setup(self) -> None:
-        """Build the networks that RLlib ships, then the normaliser."""
-        super().setup()
-        self._add_parts(self.af)
 
 
 def module_spec(module: type[Any], hidden: Iterable[int], **extra: Any) -> RLModuleSpec:

@@ -10,13 +10,12 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
+from tokenyard.artifact import Artifact, Kind
 from tokenyard.network import Arrays, Network, check_layers, check_network, check_shape
 from tokenyard.routing import observation as ob
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling, LengthPredictor
@@ -237,15 +236,6 @@ def learned_policy(artifact: PolicyArtifact, started_at: datetime | None = None)
     """
     metadata, arrays = artifact.metadata, artifact.arrays
     return KINDS[metadata.kind].policy(metadata, arrays, started_at)
-
-
-def resolve_champion(
-    scenario: str, path: str | Path | None = None, registry: RegistryLookup | None = None
-) -> tuple[PolicyArtifact, str]:
-    """As `tokenyard.artifact.find_champion`; where there is none, `rule_for` says what decides."""
-    return find_champion(
-        "routing", scenario, PolicyArtifact.load, "pipelines/sweep.py", path, registry
-    )
 
 
 def rule_for(scenario: str) -> str:

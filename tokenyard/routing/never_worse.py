@@ -11,9 +11,8 @@ but on other streams, each of which stands for a thousand requests of one's own 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -44,7 +43,8 @@ _, _MEAN, _P99, _VIOLATIONS = range(len(NAMES))
 TUNED, BEST = "tuned", "best"
 """The choice and the best score on one stream of its own; `tuned:5`: on five; `tuned@0.5`: at half
 of the load."""
-MEASURES = {"mean": _MEAN, "p99": _P99, "slo": _VIOLATIONS}
+DELTAS = {"mean": "delta_mean_fraction", "p99": "delta_p99_fraction", "slo": "delta_slo_violation"}
+"""Keys of the differences that are judged."""
 
 
 def law_rng(seed: int, draw: int) -> np.random.Generator:
@@ -122,14 +122,12 @@ def compared(ours: FloatArray, theirs: FloatArray) -> Row:
     """
     row: Row = {}
     beyond = []
-    for key, at in MEASURES.items():
-        base = 1.0 if at == _VIOLATIONS else float(theirs[:, at].mean())
+    for (key, delta), at in zip(DELTAS.items(), (_MEAN, _P99, _VIOLATIONS), strict=True):
+        base = float(theirs[:, at].mean()) if delta.endswith("_fraction") else 1.0
         interval = t_interval(ours[:, at] - theirs[:, at])
-        unit = "violation" if at == _VIOLATIONS else "fraction"
-        of = "slo" if at == _VIOLATIONS else key
-        row[f"delta_{of}_{unit}"] = interval.estimate / base
-        row[f"delta_{of}_ci_low"] = interval.low / base
-        row[f"delta_{of}_ci_high"] = interval.high / base
+        row[delta] = interval.estimate / base
+        row[f"delta_{key}_ci_low"] = interval.low / base
+        row[f"delta_{key}_ci_high"] = interval.high / base
         beyond.append(interval.low / base)
     return row | {
         "mean_response_s": float(ours[:, _MEAN].mean()),
@@ -142,60 +140,28 @@ def compared(ours: FloatArray, theirs: FloatArray) -> Row:
     }
 
 
-@dataclass(frozen=True)
-class LawVerdict:
-    """What the law says of one policy."""
+def verdict(rows: Sequence[Row]) -> Row:
+    """Judge one policy by its rows of all draws.
 
-    policy: str
-    draws: int
-    worse: int
-    far_worse: int
-    by_measure: Mapping[str, int]
-    """Draws that are worse in each measure."""
-    better: int
-    """Draws where an interval of the mean lies wholly below zero and the draw is not worse."""
-    median: Mapping[str, float]
-    """Of each difference, over draws."""
-    mean_of: Mapping[str, float]
-    """Mean of each difference, over draws."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether the law holds."""
-        return self.worse <= MOST_WORSE * self.draws and not self.far_worse
-
-    @property
-    def row(self) -> Row:
-        """One flat row, with `draw` "all"."""
-        row: Row = {
-            "draw": "all", "policy": self.policy, "draws": self.draws, "worse": self.worse,
-            "far_worse": self.far_worse, "better": self.better, "holds": int(self.holds),
-        }  # fmt: skip
-        for key, number in self.by_measure.items():
-            row[f"worse_{key}"] = number
-            row[f"median_{key}"] = self.median[key]
-            row[f"mean_{key}"] = self.mean_of[key]
-        return row
-
-
-def verdict(rows: Sequence[Row]) -> LawVerdict:
-    """Judge one policy by its rows of all draws."""
-    deltas = {
-        "mean": "delta_mean_fraction", "p99": "delta_p99_fraction", "slo": "delta_slo_violation",
+    Returns:
+        One row with `draw` "all": draws that are `worse` and `far_worse`; `better`, those that are
+        not worse and whose interval of the mean lies wholly below zero; `holds`, whether the law
+        does; of every measure the number of draws that are worse in it alone, and median and mean
+        of its difference.
+    """
+    worse, far_worse = (sum(int(row[key]) for row in rows) for key in ("worse", "far_worse"))
+    found: Row = {
+        "draw": "all", "policy": rows[0]["policy"], "draws": len(rows), "worse": worse,
+        "far_worse": far_worse,
+        "better": sum(float(row["delta_mean_ci_high"]) < 0.0 and not row["worse"] for row in rows),
+        "holds": int(worse <= MOST_WORSE * len(rows) and not far_worse),
     }  # fmt: skip
-    values = {key: np.array([float(row[column]) for row in rows]) for key, column in deltas.items()}
-    low = {key: np.array([float(row[f"delta_{key}_ci_low"]) for row in rows]) for key in deltas}
-    gains = [float(row["delta_mean_ci_high"]) < 0.0 and not row["worse"] for row in rows]
-    return LawVerdict(
-        policy=str(rows[0]["policy"]),
-        draws=len(rows),
-        worse=sum(int(row["worse"]) for row in rows),
-        far_worse=sum(int(row["far_worse"]) for row in rows),
-        by_measure={key: int((some > WORSE).sum()) for key, some in low.items()},
-        better=sum(gains),
-        median={key: float(np.median(some)) for key, some in values.items()},
-        mean_of={key: float(np.mean(some)) for key, some in values.items()},
-    )
+    for key, delta in DELTAS.items():
+        differences = [float(row[delta]) for row in rows]
+        found[f"worse_{key}"] = sum(float(row[f"delta_{key}_ci_low"]) > WORSE for row in rows)
+        found[f"median_{key}"] = float(np.median(differences))
+        found[f"mean_{key}"] = float(np.mean(differences))
+    return found
 
 
 def _of_file(artifact: PolicyArtifact, scenario: Scenario) -> Decide | None:

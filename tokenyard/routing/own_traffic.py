@@ -42,7 +42,6 @@ from tokenyard.routing.artifact import (
     KINDS,
     PolicyArtifact,
     lineage_of,
-    resolve_champion,
 )
 from tokenyard.routing.choice import CHANGE, LOSSES, Judge, choose
 from tokenyard.routing.decision_log import (
@@ -261,7 +260,7 @@ def _served(label: str, fleet: str | Scenario, registry: RegistryLookup | None) 
     if not isinstance(fleet, Scenario):
         return None
     try:
-        artifact, _ = resolve_champion(fleet.name, registry=registry)
+        artifact, _ = PolicyArtifact.champion(fleet.name, registry=registry)
     except NoChampionError:
         return None
     return Choice(label, artifact) if artifact.sha256 == sha256 else None

@@ -21,7 +21,6 @@ from tokenyard.routing.artifact import (
     PolicyArtifact,
     best_tuned_rule,
     learned_policy,
-    resolve_champion,
     rule_for,
 )
 from tokenyard.routing.bounds import BOUNDS
@@ -241,7 +240,7 @@ def _policy_of(
     Raises:
         NoChampionError: There is none; `rule_for` names the rule that replaces it.
     """
-    artifact, source = resolve_champion(scenario.name, path, registry)
+    artifact, source = PolicyArtifact.champion(scenario.name, path, registry)
     metadata = artifact.metadata
     if metadata.num_replicas not in (None, scenario.num_servers):
         raise ValueError(

@@ -20,7 +20,7 @@ import numpy as np
 from tokenyard import metrics
 from tokenyard.artifact import NoChampionError
 from tokenyard.cross_entropy import CrossEntropy
-from tokenyard.routing.artifact import PolicyArtifact, length_predictor, resolve_champion
+from tokenyard.routing.artifact import PolicyArtifact, length_predictor
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.routing.policies.order import IN_ORDER
@@ -314,7 +314,7 @@ def champion_or_rule(scenario: Scenario) -> tuple[PolicyArtifact, str]:
         ArtifactError: What was found cannot be used.
     """
     try:
-        return resolve_champion(scenario.name)
+        return PolicyArtifact.champion(scenario.name)
     except NoChampionError:
         rule = PolicySearch(scenario, started_at_best_rule(scenario, SearchConfig()))
         return rule.artifact(), "no champion, but the best rule that a search begins at"

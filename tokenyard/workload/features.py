@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Self
 
 import numpy as np
@@ -45,7 +45,6 @@ NUM_REQUEST_FEATURES = len(FEATURE_NAMES)
 
 _LONGEST_WINDOW = 20
 _HOUR_S = 3600
-_DAY_S = 86400
 
 
 def request_features(
@@ -65,10 +64,16 @@ def request_features(
     Returns:
         One row per request, columns as `FEATURE_NAMES`, shape (n, 16).
     """
-    rows = np.empty((len(arrival_s), NUM_REQUEST_FEATURES), np.float32)
+    rows = np.zeros((len(arrival_s), NUM_REQUEST_FEATURES), np.float32)
     contexts = np.asarray(context_tokens, np.float64)
     totals = np.asarray(predicted_total, np.float64)
-    _fill_rows(rows, np.asarray(arrival_s, np.float64), contexts, totals, _epoch_s(started_at))
+    _fill_rows(rows, contexts, totals)
+    if started_at is not None and len(rows):
+        # The calendar costs as much as the rest: once per hour is enough.
+        hours = (_epoch_s(started_at) + np.asarray(arrival_s, np.float64)) // _HOUR_S
+        begins = np.flatnonzero(np.diff(hours, prepend=-1.0))
+        calendar = [_calendar(hour * _HOUR_S) for hour in hours[begins]]
+        rows[:, :4] = np.repeat(calendar, np.diff(begins, append=len(rows)), axis=0)
     return rows
 
 
@@ -89,8 +94,8 @@ class FeatureTracker:
         self._contexts = np.append(self._contexts, float(context_tokens))[latest]
         self._totals = np.append(self._totals, float(predicted_total_tokens))[latest]
         row = np.zeros(NUM_REQUEST_FEATURES)
-        calendar = _calendar(self._epoch_s + arrival_s)
-        _fill_row(row, calendar, self._contexts, self._totals, len(self._totals) - 1)
+        row[:4] = _calendar(self._epoch_s + arrival_s)
+        _fill_row(row, self._contexts, self._totals, len(self._totals) - 1)
         return row
 
 
@@ -125,34 +130,26 @@ def _epoch_s(started_at: datetime | None) -> float:
     return started_at.timestamp()
 
 
+def _calendar(clock_s: float) -> tuple[int, int, int, int]:
+    """Return hour, day of week, day of month and ISO week of a time since 1970, UTC."""
+    if math.isnan(clock_s):
+        return 0, 0, 0, 0
+    # Whole hours, as a fraction of a second could be rounded up to the next one.
+    clock = datetime.fromtimestamp(clock_s // _HOUR_S * _HOUR_S, UTC)
+    return clock.hour, clock.weekday(), clock.day, clock.isocalendar().week
+
+
 @compiled_with_arrays
-def _fill_rows(
-    rows: npt.NDArray[np.float32],
-    arrival_s: FloatArray,
-    contexts: FloatArray,
-    totals: FloatArray,
-    epoch_s: float,
-) -> None:
-    valid_until_s = -math.inf  # the calendar costs as much as the rest: once per hour is enough
-    calendar = _calendar(epoch_s)
+def _fill_rows(rows: npt.NDArray[np.float32], contexts: FloatArray, totals: FloatArray) -> None:
     for i in range(len(rows)):
-        clock_s = epoch_s + arrival_s[i]
-        if clock_s >= valid_until_s:
-            calendar = _calendar(clock_s)
-            valid_until_s = (clock_s // _HOUR_S + 1) * _HOUR_S
-        _fill_row(rows[i], calendar, contexts, totals, i)
+        _fill_row(rows[i], contexts, totals, i)
 
 
 @compiled_with_arrays
 def _fill_row(
-    row: npt.NDArray[np.floating[Any]],
-    calendar: tuple[float, float, float, float],
-    contexts: FloatArray,
-    totals: FloatArray,
-    i: int,
+    row: npt.NDArray[np.floating[Any]], contexts: FloatArray, totals: FloatArray, i: int
 ) -> None:
-    """Fill the features of request `i` from the sizes up to and including its own."""
-    row[:4] = calendar
+    """Fill all but the calendar of request `i` from the sizes up to and including its own."""
     row[4] = totals[i]
     row[5] = contexts[i]
     row[6] = totals[i] - contexts[i]
@@ -186,40 +183,3 @@ def _fill_rolling(row: npt.NDArray[np.floating[Any]], past: FloatArray) -> None:
     # Windows longer than the past hold all of it.
     for later in range(column, 6):
         row[later] = row[later - 2]
-
-
-@compiled_with_arrays
-def _calendar(clock_s: float) -> tuple[float, float, float, float]:
-    """Return hour, day of week, day of month and ISO week of a time since 1970, UTC."""
-    if math.isnan(clock_s):
-        return 0.0, 0.0, 0.0, 0.0
-    day = int(clock_s // _DAY_S)
-    hour = int(clock_s - day * _DAY_S) // _HOUR_S
-    weekday = (day + 3) % 7  # 1970-01-01 was a Thursday
-    # The ISO week belongs to the year of its Thursday.
-    thursday = day - weekday + 3
-    year, _ = _year_and_day_of_month(thursday)
-    week = (thursday - _first_of_january(year)) // 7 + 1
-    return float(hour), float(weekday), float(_year_and_day_of_month(day)[1]), float(week)
-
-
-@compiled_with_arrays
-def _year_and_day_of_month(day: int) -> tuple[int, int]:
-    """Split days since 1970 into Gregorian year and day of month (Hinnant, civil_from_days)."""
-    shifted = day + 719468  # since 0000-03-01, so that leap days end a year
-    era = shifted // 146097
-    day_of_era = shifted - era * 146097
-    year_of_era = (
-        day_of_era - day_of_era // 1460 + day_of_era // 36524 - day_of_era // 146096
-    ) // 365
-    day_of_year = day_of_era - (365 * year_of_era + year_of_era // 4 - year_of_era // 100)
-    month = (5 * day_of_year + 2) // 153  # 0 is March
-    year = era * 400 + year_of_era + (1 if month >= 10 else 0)
-    return year, day_of_year - (153 * month + 2) // 5 + 1
-
-
-@compiled_with_arrays
-def _first_of_january(year: int) -> int:
-    """Return the days from 1970-01-01 to January 1 of `year`."""
-    before = year - 1
-    return 365 * before + before // 4 - before // 100 + before // 400 - 719162

@@ -24,7 +24,7 @@ from pipelines.autopilot import (
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.http.free_port import free_port
 from serve_app.http.listener import Listener
-from tokenyard.registry import connect, experiment_id
+from tokenyard.registry import connect, open_experiment
 from tokenyard.routing.own_traffic import Choice, Found, Traffic
 
 pytestmark = pytest.mark.integration
@@ -141,7 +141,7 @@ def test_a_simulator_that_is_far_off_and_a_dry_run_try_nothing(tmp_path, quick):
         dry = an_autopilot(url, tmp_path, act=False, registry=registry)
         dry.run()
         client = connect(registry)
-        runs = client.search_runs([experiment_id(client, "tokenyard-autopilot")])
+        runs = client.search_runs([open_experiment(client, "tokenyard-autopilot")])
         nested = [run for run in runs if "mlflow.parentRunId" in run.data.tags]
         assert {run.info.run_name for run in nested} == {"training", "waiting"}
         assert len(runs) == len(nested) + 1

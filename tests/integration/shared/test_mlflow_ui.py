@@ -20,6 +20,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
 from serve_app.http.free_port import free_port
+from tokenyard import registry
 from tokenyard.figures import draw_trade_off
 from tokenyard.routing.problem import PROBLEM
 from tune_configs import mlflow_log
@@ -63,7 +64,7 @@ def store(tmp_path_factory):
     """Store with a sweep of two trials that each have a curve."""
     folder = tmp_path_factory.mktemp("ui")
     client = MlflowClient(mlflow_log.tracking_uri(folder))
-    experiment_id = mlflow_log.open_experiment(client, "tokenyard-routing", folder)
+    experiment_id = registry.open_experiment(client, "tokenyard-routing")
     parent = mlflow_log.open_sweep_run(client, experiment_id, str(folder), "night-sweep", {})
     tags = {"sweep": "night-sweep"}
     log = mlflow_log.TrialLog(client.tracking_uri, parent, tags, ToyRouter.hyperparameters)

@@ -60,7 +60,8 @@ def weights_of(place, knob):
 
 def check(scenario, stream, knob):
     servers = server_model(scenario)
-    in_order, weighed = servers.run_in_order(FleetRules()), servers.run_in_order(WEIGHED)
+    rules = FleetRules(), WEIGHED
+    in_order, weighed = (servers.linear(each.in_order_weights) for each in rules)
 
     def hand(sim, weights):
         next(iter(servers.placements(sim).values()))(sim, weights)

@@ -8,7 +8,6 @@ from tokenyard.allocation.artifact import (
     AllocationArtifact,
     champion_or_planner,
     learned_allocation,
-    resolve_allocation_champion,
 )
 from tokenyard.allocation.demand import (
     VM_CPU_FILE,
@@ -159,7 +158,7 @@ def test_wrong_artifacts_and_names_are_refused_in_words(tmp_path):
     with pytest.raises(ValueError, match="theta"):
         AllocationArtifact(artifact.metadata, {"theta": np.zeros(3)})
     with pytest.raises(NoChampionError, match=r"sweep\.py allocation:default"):
-        resolve_allocation_champion("nowhere")
+        AllocationArtifact.champion("nowhere")
     with pytest.raises(ValueError, match="did you mean 'planner'"):
         make_allocation_policy("planer", context())
 

@@ -5,9 +5,10 @@ import pytest
 
 from tokenyard.allocation.artifact import champion_or_planner
 from tokenyard.allocation.demand import demand_source
-from tokenyard.allocation.problem import PROBLEM, Demands
+from tokenyard.allocation.problem import PROBLEM
 from tokenyard.allocation.scenario import PAPER_WEIGHTS
 from tokenyard.evaluation import figures_of, rank
+from tokenyard.problem import Drawn
 from tokenyard.promotion import judge_candidate, rivals
 from tokenyard.rl.allocation.training import AllocationTrialConfig
 from tune_configs.allocation import AllocationTrial
@@ -50,7 +51,7 @@ def scenario():
 def streams(scenario):
     source = demand_source(scenario)
     drawn = [source.episode(5 * 288, np.random.default_rng(seed)) for seed in range(2)]
-    return Demands(drawn, "episodes")
+    return Drawn(drawn, "episodes")
 
 
 def test_policies_are_ranked_by_cost_and_their_days_are_paired(scenario, streams):

@@ -3,7 +3,7 @@ import pytest
 from unit.region_builders import a_scenario
 
 from pipelines.tune_baselines import Args, main, tune_regions
-from tokenyard.regions.policies import RECIPES
+from tokenyard.regions.policies import REGION_BASELINES
 from tokenyard.regions.policies.rules import Knobs
 from tokenyard.regions.search import KnobSearch, RegionSearchConfig, cost
 
@@ -29,9 +29,9 @@ def test_cost_and_response_count_alike_each_over_the_start():
 
 def test_knobs_begin_as_they_are_and_only_those_that_a_rule_reads_are_searched():
     search = KnobSearch("prox_ot_forecast_live_cost", [TINY], SMALL)
-    assert search.knobs(search.mean) == RECIPES["prox_ot_forecast_live_cost"].knobs
+    assert search.knobs(search.mean) == REGION_BASELINES["prox_ot_forecast_live_cost"].knobs
     cap = KnobSearch("skylb", [TINY], SMALL)
-    assert cap.knobs(np.array([0.1])) == Knobs(cap=RECIPES["skylb"].knobs.cap + 0.1)
+    assert cap.knobs(np.array([0.1])) == Knobs(cap=REGION_BASELINES["skylb"].knobs.cap + 0.1)
     assert np.isfinite(list(cap.step().values())).all()
     with pytest.raises(ValueError, match="least_loaded has no knobs"):
         KnobSearch("least_loaded", [TINY], SMALL)

@@ -13,7 +13,6 @@ from tokenyard.routing.artifact import (
     PolicyArtifact,
     feature_scaling,
     learned_policy,
-    resolve_champion,
 )
 from tokenyard.routing.equivariant import Observed, scorer_inputs
 from tokenyard.routing.observation import (
@@ -192,7 +191,7 @@ def test_it_decides_between_any_number_of_replicas():
 def test_it_survives_being_saved(tmp_path):
     artifact = some_artifact()
     artifact.save(tmp_path / "policy.npz")
-    found, _ = resolve_champion(MIXED, path=tmp_path / "policy.npz")
+    found, _ = PolicyArtifact.champion(MIXED, path=tmp_path / "policy.npz")
     assert found.sha256 == artifact.sha256
     assert found.needs_engine
 

@@ -145,10 +145,10 @@ def test_the_law_holds_up_to_one_draw_in_twenty_and_never_beyond_ten_per_cent():
     level, worse, far = (
         compared(*halves([1, 1 + more, 1, 1])) | {"policy": "one"} for more in (0, 0.05, 0.2)
     )
-    assert verdict([level] * 19 + [worse]).holds
-    assert not verdict([level] * 18 + [worse] * 2).holds
-    assert not verdict([level] * 39 + [far]).holds
-    assert verdict([level] * 19 + [worse]).row["worse_mean"] == 1
+    assert verdict([level] * 19 + [worse])["holds"]
+    assert not verdict([level] * 18 + [worse] * 2)["holds"]
+    assert not verdict([level] * 39 + [far])["holds"]
+    assert verdict([level] * 19 + [worse])["worse_mean"] == 1
 
 
 def test_equal_seeds_play_alike_and_a_rule_is_level_with_itself():

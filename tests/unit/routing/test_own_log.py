@@ -257,7 +257,7 @@ def test_a_log_names_what_decided_in_its_last_part(log, tmp_path, monkeypatch):
         "other@0123, which served the log, is not compared: give its file with --now",
     )
     champion = a_poor_policy()
-    monkeypatch.setattr(own_traffic, "resolve_champion", lambda *_, **__: (champion, "here"))
+    monkeypatch.setattr(PolicyArtifact, "champion", lambda *_, **__: (champion, "here"))
     monkeypatch.setattr(own_traffic, "fit_speeds", lambda fleet, _: Twin(fleet, np.ones(4), 0.1))
     scenario = load_scenario(SCENARIO)
     assert found(f"champion@{champion.sha256}", scenario).now.artifact is champion

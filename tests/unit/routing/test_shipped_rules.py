@@ -11,7 +11,6 @@ from tokenyard.routing.artifact import (
     DEFAULT_RULE,
     PolicyArtifact,
     best_tuned_rule,
-    resolve_champion,
     rule_for,
 )
 from tokenyard.routing.gate import FULL_LOAD, load_factors
@@ -39,7 +38,7 @@ def test_what_ships_orders_and_beats_the_rule_that_would_decide_without_it(name)
 @pytest.mark.parametrize("name", sorted(set(scenario_names()) - set(SHIPPED)))
 def test_where_no_champion_ships_the_best_tuned_rule_decides_and_is_named(name):
     with pytest.raises(NoChampionError):
-        resolve_champion(name)
+        PolicyArtifact.champion(name)
     assert PROBLEM.candidate(load_scenario(name), "champion").source == f"the rule {rule_for(name)}"
 
 

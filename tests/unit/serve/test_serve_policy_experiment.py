@@ -72,44 +72,22 @@ def test_a_shadow_is_asked_about_everything_and_decides_nothing():
         assert started["experiment"]["mode"] == "shadow"
         assert await ask(client, 120) == [200] * 120
         await settled(lambda: gateway.manager.experiment.shadow.num_asked == 120)
-        await settled(lambda: gateway.manager.experiment.shadow.gains)
         seen = (await client.get(PATH)).json()["experiment"]
         assert 0 < seen["agreement_fraction"] < 1  # The pools are equal: half by round robin.
         assert len(pools["a"].requests) == len(pools["b"].requests) == 60
-        assert set(seen["estimated_gains"]) == {
-            "attained_ips", "attained_snips", "response_s_doubly_robust",
-        }  # fmt: skip
-        gain = seen["estimated_gains"]["attained_snips"]
-        assert gain["low"] <= 0 <= gain["high"]  # All requests were good under both.
 
     check(test, circuit_breaker={"budget_s": 1.0})
 
 
-@pytest.mark.parametrize(
-    ("shadow", "withheld"),
-    [
-        ("sed+sjf@20", None),
-        ("marginal_delay+sjf@20", None),
-        ("sed+sjf@20:1", "sjf@20:1"),
-        ("sed", "first"),
-    ],
-)
-def test_gains_of_a_shadow_that_orders_otherwise_are_withheld_and_it_says_why(shadow, withheld):
+@pytest.mark.parametrize("shadow", ["sed+sjf@20", "marginal_delay+sjf@20", "sed+sjf@20:1", "sed"])
+def test_a_shadow_is_compared_by_its_replicas_whatever_its_order(shadow):
     async def test(client, pools, gateway):
         gateway.manager.switch("sed+sjf@20", explore_fraction=0.05)
         await act(client, "shadow", policy=shadow)
         assert await ask(client, 110) == [200] * 110
-        running = gateway.manager.experiment.shadow
-        await settled(lambda: running.num_asked == 110)
-        await settled(lambda: len(running._settled) == 110)
-        assert bool(running.estimates()) == (withheld is None)
+        await settled(lambda: gateway.manager.experiment.shadow.num_asked == 110)
         seen = (await client.get(PATH)).json()["experiment"]
-        assert (seen["gains_withheld"] is None) == (withheld is None)
-        if withheld is not None:
-            assert withheld in seen["gains_withheld"]
-            assert seen["estimated_gains"] == {}
-        # What is compared is the replica, whatever the order; 5 % are drawn at random.
-        assert seen["agreement_fraction"] > 0.8
+        assert seen["agreement_fraction"] > 0.8  # 5 % are drawn at random.
 
     check(test, circuit_breaker={"budget_s": 1.0})
 
@@ -150,7 +128,7 @@ def test_a_shadow_is_handed_nothing_that_the_gateway_goes_on_writing(monkeypatch
     async def test(client, pools, gateway):
         await act(client, "shadow", policy="marginal_in_order+boost@4")
         shadow = gateway.manager.experiment.shadow
-        monkeypatch.setattr(shadow, "offer", lambda *asked: handed.append(asked[1].snapshots.sent))
+        monkeypatch.setattr(shadow, "offer", lambda *asked: handed.append(asked[0].snapshots.sent))
         assert await ask(client, 5) == [200] * 5
         assert gateway.manager.picker.sees_queues
 

@@ -46,7 +46,7 @@ class Fails:
 
 
 def the_rule():
-    return REGION_BASELINES[BEST_RULE](ActivationRule())
+    return REGION_BASELINES[BEST_RULE].tuned(ActivationRule())
 
 
 def decide(policy, **changes):

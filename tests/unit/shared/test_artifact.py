@@ -14,7 +14,7 @@ from tokenyard.artifact import (
 )
 from tokenyard.regions import artifact as of_regions
 from tokenyard.routing import artifact as of_routing
-from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
+from tokenyard.routing.artifact import PolicyArtifact, learned_policy
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS, NUM_REQUEST_FEATURES
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
@@ -180,21 +180,21 @@ def test_champion_prefers_the_path_then_the_registry_then_what_ships(tmp_path):
     a_linear_policy(trainer="ppo").save(named)
     a_linear_policy(trainer="dqn").save(registered)
     version = RegisteredPolicy(registered, "1", "champion", None)
-    by_path = resolve_champion("azure_code_slo", named, lambda name: version)
+    by_path = PolicyArtifact.champion("azure_code_slo", named, lambda name: version)
     assert (by_path[0].metadata.trainer, by_path[1]) == ("ppo", f"file {named}")
     asked = []
     lookup = lambda name: asked.append(name) or version  # noqa: E731
-    found, source = resolve_champion("azure_code_slo", registry=lookup)
+    found, source = PolicyArtifact.champion("azure_code_slo", registry=lookup)
     assert found.metadata.trainer == "dqn"
     assert asked == ["tokenyard-routing-azure_code_slo"]
     assert source == "registry tokenyard-routing-azure_code_slo@champion"
-    _, source = resolve_champion("azure_code_slo", registry=lambda name: None)
+    _, source = PolicyArtifact.champion("azure_code_slo", registry=lambda name: None)
     assert source == "shipped routing/azure_code_slo"
 
 
 def test_champion_of_nothing_says_what_to_do():
     with pytest.raises(ArtifactError, match=r"no champion for routing/x.*sweep\.py"):
-        resolve_champion("x")
+        PolicyArtifact.champion("x")
 
 
 def test_where_nothing_is_trained_the_best_tuned_rule_is_named():

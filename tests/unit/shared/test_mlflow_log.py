@@ -28,7 +28,7 @@ def client(tmp_path_factory):
 
 @pytest.fixture
 def experiment_id(client, tmp_path):
-    return mlflow_log.open_experiment(client, tmp_path.name, tmp_path)
+    return registry.open_experiment(client, tmp_path.name)
 
 
 class FakeTrial:
@@ -130,7 +130,7 @@ def test_a_store_that_was_moved_finds_its_runs_and_artifacts_again(tmp_path, nam
     old.mkdir()
     client = MlflowClient(f"sqlite:///{old}/mlflow.db")
     mlflow_log.follow_move(client, old)
-    experiment_id = mlflow_log.open_experiment(client, "tokenyard-routing", old)
+    experiment_id = registry.open_experiment(client, "tokenyard-routing")
     parent = mlflow_log.open_sweep_run(client, experiment_id, f"{old}/s1", "s1", {})
     other = mlflow_log.open_sweep_run(client, experiment_id, f"{beside}/s1", "s1", {})
     registry.log_artifact(client, parent, a_policy(1.0))

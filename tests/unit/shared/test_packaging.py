@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tokenyard.artifact import NoChampionError
-from tokenyard.routing.artifact import PolicyArtifact, resolve_champion, rule_for
+from tokenyard.routing.artifact import PolicyArtifact, rule_for
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.scenario import load_scenario, scenario_names
 
@@ -27,7 +27,7 @@ def test_shipped_champions_are_under_a_megabyte_in_all():
 def test_every_scenario_has_a_champion_of_its_own_or_a_rule_that_can_be_made(name):
     scenario = load_scenario(name)
     try:
-        artifact, source = resolve_champion(name)
+        artifact, source = PolicyArtifact.champion(name)
     except NoChampionError:
         context = PolicyContext(name, scenario.slo, np.random.default_rng(0), scenario.num_servers)
         make_policy(rule_for(name), context)

@@ -81,7 +81,7 @@ def test_where_nothing_was_tuned_two_rules_are_to_be_beaten():
 @pytest.mark.parametrize("level", [2.5, 3.0])
 def test_a_gain_is_the_difference_of_the_means_and_positive_where_less_cost_is_better(level):
     (gain,) = judged(level).gains
-    days = np.asarray(STREAMS)
+    days = STREAMS.streams
     expected = np.abs(days - 1.0).mean() - np.abs(days - level).mean()
     assert gain.interval.estimate == pytest.approx(expected)
     assert gain.interval.low < expected < gain.interval.high

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.rllib.core.columns import Columns
 from ray.rllib.core.learner.learner import VF_LOSS_KEY
 from ray.rllib.env.single_agent_episode import SingleAgentEpisode
 
@@ -31,13 +32,24 @@ def a_learner(**training):
     return learner, learner.module[DEFAULT_MODULE_ID]
 
 
-def a_rollout(rewards, seed=0):
+def a_rollout(module, rewards, seed=0):
+    """Steps of the policy that is to be updated."""
     rng = np.random.default_rng(seed)
     num = len(rewards)
+    observations = rng.uniform(-1, 1, (num + 1, 3)).astype(np.float32)
+    actions = rng.integers(0, 2, num)
+    with torch.no_grad():
+        output = module.forward_train({"obs": torch.from_numpy(observations[:-1])})
+    logits = output[Columns.ACTION_DIST_INPUTS]
+    log_probs = torch.log_softmax(logits, dim=1)[torch.arange(num), torch.from_numpy(actions)]
     return SingleAgentEpisode(
-        observations=list(rng.uniform(-1, 1, (num + 1, 3)).astype(np.float32)),
-        actions=list(rng.integers(0, 2, num)),
+        observations=list(observations),
+        actions=list(actions),
         rewards=list(rewards),
+        extra_model_outputs={
+            Columns.ACTION_DIST_INPUTS: list(logits.numpy()),
+            Columns.ACTION_LOGP: log_probs.tolist(),
+        },
         observation_space=OBSERVATIONS,
         action_space=ACTIONS,
         len_lookback_buffer=0,
@@ -67,7 +79,7 @@ def definition(module, episodes, gamma, value_weight, entropy_weight):
 
 def test_the_gradient_is_that_of_the_definition_on_a_fixed_batch():
     learner, module = a_learner(gamma=0.9, lambda_=1.0, vf_loss_coeff=0.7, entropy_coeff=0.05)
-    episodes = [a_rollout([1.0, -2.0, 0.5], seed=1), a_rollout([3.0, 0.0], seed=2)]
+    episodes = [a_rollout(module, [1.0, -2.0, 0.5], 1), a_rollout(module, [3.0, 0.0], 2)]
     parameters = list(module.parameters())
     loss = definition(module, episodes, gamma=0.9, value_weight=0.7, entropy_weight=0.05)
     expected = torch.autograd.grad(loss, parameters)
@@ -88,7 +100,7 @@ def test_value_targets_are_generalised_advantages_computed_by_hand():
         head.weight.zero_()
         head.bias.fill_(2.0)
 
-    results = learner.update(episodes=[a_rollout([1.0, 2.0, 3.0])])
+    results = learner.update(episodes=[a_rollout(module, [1.0, 2.0, 3.0])])
 
     value_loss = float(results[DEFAULT_MODULE_ID][VF_LOSS_KEY].peek())
     assert value_loss == pytest.approx((0.375**2 + 1.5**2 + 2.0**2) / 3)
@@ -105,7 +117,7 @@ def test_doubling_all_rewards_doubles_the_policy_gradient_of_a_blank_critic():
                 parameter.normal_(0.0, 0.1)
             for parameter in module.vf.parameters():
                 parameter.zero_()
-        learner.update(episodes=[a_rollout([factor, -factor, 3 * factor])])
+        learner.update(episodes=[a_rollout(module, [factor, -factor, 3 * factor])])
         weight = next(module.pi.parameters())
         gradients.append(learner.recorded[learner.get_param_ref(weight)])
     torch.testing.assert_close(gradients[1], 2.0 * gradients[0])

@@ -1,7 +1,7 @@
 """Regional policies: every baseline by name, and how to make one.
 
 A policy sees states, never the simulator. To add one, write its class and add its line to
-`RECIPES`.
+`REGION_BASELINES`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ class TunableRule:
     """Fields of `Knobs` that it reads."""
     knobs: rules.Knobs = field(default_factory=rules.Knobs)
 
+    def tuned(self, rule: ActivationRule) -> RegionPolicy:
+        """The rule with these knobs."""
+        return self.make(rule, self.knobs)
+
 
 def _planned(
     plan: rules.Planner, demand: rules.Demand = rules.demand_now, dispatch: Dispatch = "shares"
@@ -40,7 +44,7 @@ def _receding(dispatch: Dispatch) -> Maker:
 
 _CAP, _PROX, _COST = ("cap",), ("cap", "smoothing"), ("cap", "smoothing", "live")
 
-RECIPES: dict[str, TunableRule] = {
+REGION_BASELINES: dict[str, TunableRule] = {
     "round_robin": TunableRule(_planned(rules.by_servers)),
     "local_first": TunableRule(_planned(rules.stay_local)),
     "least_loaded": TunableRule(_planned(rules.by_capacity, dispatch="least_loaded")),
@@ -71,16 +75,6 @@ RECIPES: dict[str, TunableRule] = {
         _receding("live_cost"), ("cap", "live"), rules.COST_KNOBS
     ),
 }
-"""Every rule by name."""
-
-
-def _as_tuned(recipe: TunableRule) -> Callable[[ActivationRule], RegionPolicy]:
-    return lambda rule: recipe.make(rule, recipe.knobs)
-
-
-REGION_BASELINES: dict[str, Callable[[ActivationRule], RegionPolicy]] = {
-    name: _as_tuned(recipe) for name, recipe in RECIPES.items()
-}
 """Every rule by name, with its knobs as they were tuned (docs/results/regions.md)."""
 BEST_RULE = "prox_ot_forecast_live_cost"
 """What ships: no learned policy has beaten it."""
@@ -97,4 +91,4 @@ def make_region_policy(name: str, scenario: RegionScenario) -> RegionPolicy:
         raise ValueError(
             f"unknown regional policy {name!r}; choose one of {sorted(REGION_BASELINES)}{hint}"
         )
-    return REGION_BASELINES[name](ActivationRule.from_scenario(scenario))
+    return REGION_BASELINES[name].tuned(ActivationRule.from_scenario(scenario))

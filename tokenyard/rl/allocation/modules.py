@@ -46,7 +46,7 @@ class AllocationActorCritic(modules.ActorCritic):
     """What outputs of the network are times the scale, plus the shift."""
 
     def setup(self) -> None:
-        """Build the networks that RLlib ships, then the normaliser."""
+        """Add what the outputs are shifted and scaled by."""
         super().setup()
         assert isinstance(self.action_space, Dict)
         spaces = self.action_space.spaces
@@ -55,9 +55,7 @@ class AllocationActorCritic(modules.ActorCritic):
         num_limits = int(limit.n) if isinstance(limit, Discrete) else 0
         self.output_sizes = [num_limits, MEMORY_OUTPUTS, int(shape.n)]
         """Outputs for the limit of the batch, for memory and for shapes, in this order."""
-        self.normaliser = modules.RunningNormaliser(self.observation_space.shape[0])
         self.stay_bonus = float(self.model_config[STAY_BONUS])
-        modules.shrink_last_layer(self.pi)
         shift, scale = torch.zeros(sum(self.output_sizes)), torch.ones(sum(self.output_sizes))
         limits, memory, _ = shift.split(self.output_sizes)
         # What is in force is not seen of the limit: a fresh network takes the highest.
@@ -88,11 +86,9 @@ class AllocationQNetwork(modules.QNetwork):
     """Q-network of DQN over shapes."""
 
     def setup(self) -> None:
-        """Build the networks that RLlib ships, then the normaliser."""
+        """Add the bonus."""
         super().setup()
-        self.normaliser = modules.RunningNormaliser(self.observation_space.shape[0])
         self.stay_bonus = float(self.model_config[STAY_BONUS])
-        modules.shrink_last_layer(self.af)
 
     def exported_layers(self) -> list[tuple[Tensor, Tensor]]:
         """Weights and biases of the network."""

@@ -28,7 +28,7 @@ from tokenyard.rl.algorithms import CLIPPED, dqn_config, flat_numbers, hyperpara
 from tokenyard.rl.allocation.modules import STAY_BONUS, AllocationActorCritic, AllocationQNetwork
 from tokenyard.rl.columnar.a2c import A2CConfig
 from tokenyard.rl.columnar.sampling import with_sampling
-from tokenyard.rl.modules import layer_arrays, module_spec, moment_arrays
+from tokenyard.rl.modules import NORMALISE, layer_arrays, module_spec, moment_arrays
 from tokenyard.rl.trainable import TrialConfig
 from tokenyard.rl.training import LocalTraining, RllibLearner, Training
 from tokenyard.types import FloatArray, IntArray
@@ -189,7 +189,8 @@ class AllocationTrialConfig(TrialConfig):
         config = _base(algorithm, batch_size, self.env_steps)
         config = config.training(**{"gamma": _GAMMA, **self.training})
         module = AllocationQNetwork if algorithm == "dqn" else AllocationActorCritic
-        spec = module_spec(module, HIDDEN, **{STAY_BONUS: _STAY_BONUS[algorithm]})
+        extra = {NORMALISE: True, STAY_BONUS: _STAY_BONUS[algorithm]}
+        spec = module_spec(module, HIDDEN, **extra)
         config = config.rl_module(rl_module_spec=spec).environment(
             self.env,
             env_config={

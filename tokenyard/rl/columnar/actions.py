@@ -10,8 +10,7 @@ Shapes: ... any leading axes, K alternatives, D numbers, I outputs of the networ
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,59 +19,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.distributions import (
+    Categorical,
+    Distribution,
+    Independent,
+    Normal,
+    kl_divergence,
+    register_kl,
+)
 
 from tokenyard.types import BoolArray
 
 Place = int | slice
 """Where a part of an action is: one column as a number each, or some side by side."""
-
-_HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
-
-
-@dataclass(frozen=True)
-class Categorical:
-    """Distribution over alternatives. All distributions are per action, shape (...), in nats."""
-
-    log_probs: Tensor
-    """Normalised, shape (..., K)."""
-
-    def log_prob(self, actions: Tensor) -> Tensor:
-        """Log-probability of alternatives, shape (...)."""
-        return self.log_probs.gather(-1, actions.long()[..., None]).squeeze(-1)
-
-    def entropy(self) -> Tensor:
-        """What cannot be chosen adds nothing."""
-        finite = self.log_probs.clamp_min(torch.finfo(self.log_probs.dtype).min)
-        return -(finite * finite.exp()).sum(-1)
-
-    def divergence_from(self, old: Any) -> Tensor:
-        """KL divergence from an older one to this one; what could not be chosen adds nothing."""
-        terms: Tensor = old.log_probs.exp() * (old.log_probs - self.log_probs)
-        return terms.masked_fill(old.log_probs == -torch.inf, 0.0).sum(-1)
-
-
-@dataclass(frozen=True)
-class Gaussian:
-    """Normal distributions of independent numbers."""
-
-    mean: Tensor
-    log_std: Tensor
-    """Both of shape (..., D)."""
-
-    def log_prob(self, actions: Tensor) -> Tensor:
-        """Log-density of numbers of shape (..., D)."""
-        deviation = (actions - self.mean) * torch.exp(-self.log_std)
-        return (-0.5 * deviation**2 - self.log_std - _HALF_LOG_2PI).sum(-1)
-
-    def entropy(self) -> Tensor:
-        """Of all numbers together."""
-        return (self.log_std + (0.5 + _HALF_LOG_2PI)).sum(-1)
-
-    def divergence_from(self, old: Any) -> Tensor:
-        """Of all numbers together."""
-        narrower: Tensor = old.log_std - self.log_std
-        apart: Tensor = (old.mean - self.mean) * torch.exp(-self.log_std)
-        return (0.5 * (torch.exp(2.0 * narrower) + apart**2 - 1.0) - narrower).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -93,7 +52,7 @@ class DiscreteActions:
 
     def distribution(self, inputs: Tensor) -> Categorical:
         """The softmax of the inputs."""
-        return Categorical(torch.log_softmax(inputs, -1))
+        return Categorical(logits=inputs, validate_args=False)
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Gumbel noise: minus the logarithm of standard exponential noise."""
@@ -143,9 +102,10 @@ class BoxActions:
         """Noise that one action takes: a number for each of its own, D."""
         return len(self.low)
 
-    def distribution(self, inputs: Tensor) -> Gaussian:
+    def distribution(self, inputs: Tensor) -> Independent[Normal]:
         """Normal, and not cut at the bounds, as RLlib has it: beyond them lies the bound itself."""
-        return Gaussian(*inputs.chunk(2, -1))
+        mean, log_std = inputs.chunk(2, -1)
+        return Independent(Normal(mean, log_std.exp(), validate_args=False), 1, validate_args=False)
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Standard normal noise."""
@@ -168,32 +128,28 @@ class BoxActions:
         return np.asarray((np.abs(actions) > 1.0).any(-1))
 
 
-@dataclass(frozen=True)
-class Joint:
+class Joint(Distribution):
     """Distribution of independent parts: all is a sum over them."""
 
-    parts: tuple[Any, ...]
-    columns: tuple[Place, ...]
-    """Where each part's actions are."""
+    def __init__(self, parts: Sequence[Distribution], columns: Sequence[Place]) -> None:
+        """Take the parts, and where the actions of each are."""
+        super().__init__(validate_args=False)
+        self.parts, self.columns = parts, columns
 
-    def log_prob(self, actions: Tensor) -> Tensor:
+    def log_prob(self, value: Tensor) -> Tensor:
         """Of actions of shape (..., C)."""
-        terms = [
-            part.log_prob(actions[..., columns])
-            for part, columns in zip(self.parts, self.columns, strict=True)
-        ]
-        return torch.stack(terms).sum(0)
+        pairs = zip(self.parts, self.columns, strict=True)
+        return torch.stack([part.log_prob(value[..., columns]) for part, columns in pairs]).sum(0)
 
     def entropy(self) -> Tensor:
         """Of all parts together."""
         return torch.stack([part.entropy() for part in self.parts]).sum(0)
 
-    def divergence_from(self, old: Any) -> Tensor:
-        """Of all parts together."""
-        terms = [
-            part.divergence_from(before) for part, before in zip(self.parts, old.parts, strict=True)
-        ]
-        return torch.stack(terms).sum(0)
+
+@register_kl(Joint, Joint)
+def _divergence(old: Joint, new: Joint) -> Tensor:
+    pairs = zip(old.parts, new.parts, strict=True)
+    return torch.stack([kl_divergence(before, after) for before, after in pairs]).sum(0)
 
 
 class Hybrid:
@@ -218,7 +174,7 @@ class Hybrid:
     def distribution(self, inputs: Tensor) -> Joint:
         """Every part's distribution given its own outputs of the network."""
         split = zip(self.parts, inputs.split(self.input_sizes, -1), strict=True)
-        return Joint(tuple(part.distribution(own) for part, own in split), self.columns)
+        return Joint([part.distribution(own) for part, own in split], self.columns)
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Every part's noise, side by side."""
@@ -229,7 +185,7 @@ class Hybrid:
         own = inputs.split(self.input_sizes, -1), noise.split(self.noise_sizes, -1)
         drawn = [part.draw(*each) for part, *each in zip(self.parts, *own, strict=True)]
         rows = inputs.shape[:-1]
-        return torch.cat([one.float().reshape(*rows, -1) for one in drawn], -1)
+        return torch.cat([part.float().reshape(*rows, -1) for part in drawn], -1)
 
     def for_env(self, actions: npt.NDArray[Any]) -> dict[str, Any]:
         """Every part by its name."""

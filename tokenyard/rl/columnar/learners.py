@@ -32,6 +32,7 @@ from ray.rllib.evaluation.postprocessing import Postprocessing
 from ray.rllib.utils import metrics as keys
 from ray.rllib.utils.torch_utils import explained_variance
 from torch import Tensor, nn
+from torch.distributions import kl_divergence
 
 from tokenyard.rl.columnar.a2c import A2CTorchLearner
 from tokenyard.rl.columnar.actions import actions_of
@@ -295,7 +296,7 @@ class PPOColumnarLearner(_OnPolicyColumns, PPOTorchLearner):
         divergence = torch.zeros(())
         if config.use_kl_loss:
             old = self._actions.distribution(batch[Columns.ACTION_DIST_INPUTS])
-            divergence = policy.divergence_from(old).mean()
+            divergence = kl_divergence(old, policy).mean()
             loss = loss + self.curr_kl_coeffs_per_module[DEFAULT_MODULE_ID] * divergence
         if not report:
             return loss, {}
@@ -315,7 +316,7 @@ class PPOColumnarLearner(_OnPolicyColumns, PPOTorchLearner):
             }
 
 
-class A2CColumnarLearner(_OnPolicyColumns, A2CTorchLearner):
+class A2CColumnarLearner(PPOColumnarLearner, A2CTorchLearner):
     """A2C as in `tokenyard.rl.columnar.a2c`: one step of RMSprop on one batch."""
 
     @property
@@ -326,32 +327,6 @@ class A2CColumnarLearner(_OnPolicyColumns, A2CTorchLearner):
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
         """One RMSprop over actor and critic, computed for all parameters at once."""
         A2CTorchLearner.configure_optimizers_for_module(self, module_id, config)
-
-    def losses(self, batch: Batch, module: Any, report: bool) -> Losses:
-        """The three terms of `a2c.a2c_losses`."""
-        config = self.config
-        output = module._forward_train(batch)
-        policy = self._actions.distribution(output[Columns.ACTION_DIST_INPUTS])
-        taken = policy.log_prob(batch[Columns.ACTIONS])
-        values = module.compute_values(batch, embeddings=output.get(Columns.EMBEDDINGS))
-        targets = batch[Postprocessing.VALUE_TARGETS]
-        alone = self._copies_per_stream == 1
-        advantages = (targets - values).detach() if alone else batch[Postprocessing.ADVANTAGES]
-        policy_loss = -(advantages * taken).mean()
-        value_loss = ((values - targets) ** 2).mean()
-        loss = policy_loss + config.vf_loss_coeff * value_loss
-        entropy = None
-        if config.entropy_coeff != 0.0:
-            entropy = policy.entropy().mean()
-            loss = loss - config.entropy_coeff * entropy
-        if not report:
-            return loss, {}
-        with torch.no_grad():
-            return loss, {
-                POLICY_LOSS_KEY: policy_loss.detach(),
-                VF_LOSS_KEY: value_loss.detach(),
-                ENTROPY_KEY: policy.entropy().mean() if entropy is None else entropy.detach(),
-            }
 
 
 class DQNColumnarLearner(ColumnarLearner, DQNTorchLearner):

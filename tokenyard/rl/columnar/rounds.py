@@ -21,12 +21,14 @@ from ray.rllib.utils import metrics as keys
 
 
 class LocalRounds(Algorithm):
-    """Mixed into an algorithm whose configuration has `rounds_per_training_step`."""
+    """Mixed in before an algorithm whose configuration has `rounds_per_training_step`."""
 
-    @property
-    def trains_here(self) -> bool:
-        """Whether the env runner and the learner are in this process."""
-        return bool(self.learner_group.is_local and not self.config.num_env_runners)
+    def training_step(self) -> None:
+        """Several rounds here, or one of RLlib's where env runners or learners are elsewhere."""
+        if self.learner_group.is_local and not self.config.num_env_runners:
+            self.rounds_here()
+        else:
+            super().training_step()
 
     def to_learn_from(self, sampled: list[Any], num_sampled: float) -> Sequence[Any]:
         """What is learned from after a round's sampling; nothing yet, where it is empty."""
@@ -77,7 +79,7 @@ class RoundsDQNConfig(DQNConfig):
         self.rounds_per_training_step = 1
 
 
-class RoundsDQN(DQN, LocalRounds):
+class RoundsDQN(LocalRounds, DQN):
     """RLlib's DQN, in rounds where all is in one process."""
 
     @classmethod
@@ -85,12 +87,9 @@ class RoundsDQN(DQN, LocalRounds):
         """The configuration that this class understands."""
         return RoundsDQNConfig()
 
-    def training_step(self) -> None:
-        """Several rounds here, or one round of RLlib's with remote env runners."""
-        if not self.trains_here:
-            super().training_step()
-            return
-        self.rounds_here()
+    def rounds_here(self) -> None:
+        """Several rounds, and what there is to say of the replay."""
+        super().rounds_here()
         results = self.local_replay_buffer.get_metrics()
         self.metrics.aggregate([results], key=keys.REPLAY_BUFFER_RESULTS)
 

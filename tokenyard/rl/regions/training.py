@@ -43,7 +43,7 @@ _EPS_TARGET, _S_TARGET = 0.15, 2.5
 _GAMMA0, _DELTA0, _MOST = 1.0, 0.1, 100.0
 
 
-class RegionActorCritic(modules.RouterActorCritic):
+class RegionActorCritic(modules.ActorCritic):
     """Actor and critic whose first actions are near their mean."""
 
     def setup(self) -> None:

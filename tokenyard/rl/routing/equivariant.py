@@ -90,9 +90,7 @@ class Scorer(nn.Module):
 class _EquivariantParts(modules.Observes):
     """Normaliser and scorer, mixed into an RLModule of RLlib."""
 
-    observation_space: Any
     action_space: Any
-    model_config: dict[str, Any]
 
     def _add_parts(self) -> Scorer:
         """Build all but the scorer, which is returned for the module to name.

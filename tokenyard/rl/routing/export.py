@@ -22,7 +22,7 @@ NO_COST = np.zeros((NUM_SCORE_POWERS, NUM_MARGINAL_FEATURES))
 NO_COST[0, 1:5] = -1.0
 
 Equivariant = EquivariantActorCritic | EquivariantQNetwork
-RouterModule = modules.RouterActorCritic | modules.RouterQNetwork | Equivariant
+RouterModule = modules.ActorCritic | modules.QNetwork | Equivariant
 """A module that can be exported."""
 
 

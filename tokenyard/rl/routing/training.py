@@ -288,7 +288,7 @@ def _module(algorithm: str, recipe: Recipe, rule_weights: Sequence[float]) -> RL
 
 
 _MODULES: dict[str, tuple[type[Any], type[Any]]] = {
-    "flat": (modules.RouterActorCritic, modules.RouterQNetwork),
+    "flat": (modules.ActorCritic, modules.QNetwork),
     "equivariant": (EquivariantActorCritic, EquivariantQNetwork),
 }
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from tokenyard.artifact import ArtifactError, RegistryLookup
-from tokenyard.problem import RULE, Candidate, Measure, Problem, Purpose, Runner, Score
+from tokenyard.problem import RULE, Candidate, Drawn, Measure, Problem, Purpose, Runner, Score
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.sessions.evaluation import MEASURES, summarise
 from tokenyard.routing.sessions.rules import RULES, make_rule
@@ -19,25 +16,15 @@ from tokenyard.routing.sessions.scenario import (
     load_session_scenario,
     scenario_names,
 )
-from tokenyard.routing.simulator.sessions import SessionRun, SessionStream, run_sessions
+from tokenyard.routing.simulator.sessions import SessionStream, run_sessions
 from tokenyard.routing.simulator.streams import stream_rng
-from tokenyard.statistics.intervals import Samples
-from tokenyard.types import FloatArray
+
+SessionStreams = Drawn[SessionStream]
+Measured = dict[str, float]
+"""What `summarise` says of one stream."""
 
 
-@dataclass(frozen=True)
-class SessionStreams:
-    """Streams that every rule of a comparison lives through."""
-
-    streams: Sequence[SessionStream]
-    described: str
-
-    def __len__(self) -> int:
-        """Number of streams."""
-        return len(self.streams)
-
-
-class SessionAdmission(Problem[SessionScenario, PolicyArtifact, SessionStreams, SessionRun]):
+class SessionAdmission(Problem[SessionScenario, PolicyArtifact, SessionStreams, Measured]):
     """Streams are sessions, paired by stream; rules are those of `rules.RULES`."""
 
     name = "sessions"
@@ -67,7 +54,7 @@ class SessionAdmission(Problem[SessionScenario, PolicyArtifact, SessionStreams, 
 
     def candidate(
         self, scenario: SessionScenario, name: str, registry: RegistryLookup | None = None
-    ) -> Candidate[SessionScenario, SessionStreams, SessionRun]:
+    ) -> Candidate[SessionScenario, SessionStreams, Measured]:
         """Find a rule, `NAME` or `NAME:KEY=VALUE`.
 
         Raises:
@@ -78,7 +65,7 @@ class SessionAdmission(Problem[SessionScenario, PolicyArtifact, SessionStreams, 
 
     def trained(
         self, artifact: PolicyArtifact
-    ) -> Runner[SessionScenario, SessionStreams, SessionRun]:
+    ) -> Runner[SessionScenario, SessionStreams, Measured]:
         """Refuse, as `load_artifact`.
 
         Raises:
@@ -98,25 +85,11 @@ class SessionAdmission(Problem[SessionScenario, PolicyArtifact, SessionStreams, 
             f"({scenario.a100s:.2f} in the fleet), seed {seed}; predictions are the truth times "
             "e^(0.7 N)"
         )
-        return SessionStreams(drawn, described)
+        return Drawn(drawn, described)
 
     def measures(self, scenario: SessionScenario) -> Sequence[Measure]:
         """Sessions, then first tokens, then what was held."""
         return MEASURES
-
-    def summary(self, scenario: SessionScenario, runs: Sequence[SessionRun]) -> dict[str, float]:
-        """Means over streams."""
-        return {key: float(values.mean()) for key, values in _by_stream(scenario, runs).items()}
-
-    def samples(
-        self,
-        scenario: SessionScenario,
-        streams: SessionStreams,
-        runs: Mapping[str, Sequence[SessionRun]],
-        baseline: str,
-    ) -> dict[str, Samples]:
-        """Measures by stream."""
-        return {name: Samples(_by_stream(scenario, some)) for name, some in runs.items()}
 
 
 PROBLEM = SessionAdmission()
@@ -124,11 +97,9 @@ PROBLEM = SessionAdmission()
 
 def _run(
     name: str, scenario: SessionScenario, streams: SessionStreams, seed: int
-) -> list[SessionRun]:
+) -> list[Measured]:
     rule = make_rule(name)
-    return [run_sessions(scenario.replicas, stream, rule) for stream in streams.streams]
-
-
-def _by_stream(scenario: SessionScenario, runs: Sequence[SessionRun]) -> dict[str, FloatArray]:
-    summaries = [summarise(scenario, run) for run in runs]
-    return {key: np.array([summary[key] for summary in summaries]) for key in summaries[0]}
+    return [
+        summarise(scenario, run_sessions(scenario.replicas, stream, rule))
+        for stream in streams.streams
+    ]

@@ -9,7 +9,7 @@ and its simulator, and name them in `ServerModel`, `Simulator` and `server_model
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import ClassVar, Protocol, cast
 
@@ -163,7 +163,7 @@ class _Servers:
         weights = order_weights_of(rule.order, knobs)
         place = self._placement(rule.placement, tuned)
         if rule.base == IN_ORDER:
-            place = self.run_in_order(in_order_rules(rule.placement, knobs))
+            place = self.linear(in_order_rules(rule.placement, knobs).in_order_weights)
         # Weights of 0 order nothing, and are no order of arrivals.
         if place is None or not weights.any():
             return None
@@ -209,17 +209,16 @@ class _Servers:
         }
         return {name: decide for name, decide in rules.items() if decide is not None}
 
-    def run_in_order(self, rules: FleetRules) -> Place:
-        """What runs the placement that knows the order."""
-        weights = np.array(rules.in_order_weights)
-        size = sum(self.scenario.mean_lengths_tokens)
-        return lambda sim, order: sim.run_linear(weights, size, order)
+    def linear(self, weights: Sequence[float]) -> Place:
+        """What runs a placement of the linear policy."""
+        each, size = np.array(weights), sum(self.scenario.mean_lengths_tokens)
+        return lambda sim, order: sim.run_linear(each, size, order)
 
     def in_order(self) -> Mapping[str, Place]:
         """The placement that knows the order, with weights of the wait and of others' delays."""
         return {
-            str(Term.of(IN_ORDER, wait, others)): self.run_in_order(
-                FleetRules(wait_weight=wait, others_weight=others)
+            str(Term.of(IN_ORDER, wait, others)): self.linear(
+                FleetRules(wait_weight=wait, others_weight=others).in_order_weights
             )
             for wait, others in ((1.0, 0.5), (1.0, 1.0), (1.0, 2.0), (2.0, 2.0))
         }
@@ -388,8 +387,7 @@ class Batching(_Servers):
 
     def _placement(self, placement: Term, tuned: TunedRules | None) -> Place | None:
         if placement.base == DELAY and placement.numbers is not None:
-            wait, others = placement.values()
-            return self._marginal(wait, others)
+            return self._marginal(*placement.values())
         if str(placement) not in self.compiled_rules:
             return None
         rules = FleetRules()
@@ -408,8 +406,7 @@ class Batching(_Servers):
 
     def _marginal(self, wait_weight: float, others_weight: float) -> Place:
         rules = FleetRules(wait_weight=wait_weight, others_weight=others_weight)
-        weights, size = np.array(rules.marginal_weights), sum(self.scenario.mean_lengths_tokens)
-        return lambda sim, order: sim.run_linear(weights, size, order)
+        return self.linear(rules.marginal_weights)
 
     @property
     def has(self) -> Needs:
