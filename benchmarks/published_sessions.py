@@ -19,10 +19,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import tyro
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
-from tokenyard.provenance import ResultFile, command_line, write_result
+from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.sessions.rules import make_rule
 from tokenyard.routing.simulator.sessions import (
     SessionReplicas,
@@ -196,9 +195,7 @@ def main(args: Args) -> None:
             f"{row.hit_fraction:.3f} ({row.published_hit_fraction:.3f})",
             f"{row.median_ttft_s:.1f} ({row.published_median_ttft_s:.1f})",
         )  # fmt: skip
-    Console(width=100).print(table)
-    if args.json is not None:
-        write_result(args.json, command_line(), args.seed, [asdict(row) for row in rows])
+    report(table, [asdict(row) for row in rows], args.json, args.seed)
 
 
 if __name__ == "__main__":

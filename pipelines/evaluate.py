@@ -180,7 +180,9 @@ def evaluate(
     if args.figures is not None or args.mlflow:
         drawn = evaluation.figures_of(problem, scenario, streams, runs, rows)
         figures = {f"{scenario.name}/{name}": drawn[name] for name in drawn}
-    return rows + [row for row in beside if row["baseline"] != baseline], figures
+    rows += [row for row in beside if row["baseline"] != baseline]
+    load = problem.offered_load(streams)
+    return [row if load is None else {**row, "offered_load": load} for row in rows], figures
 
 
 def _without_differences(row: Row) -> Row:

@@ -308,6 +308,10 @@ class Problem(Protocol[S, A, D, R]):
             )
         return self.streams(scenario, "evaluation", options.count, options.seed), []
 
+    def offered_load(self, streams: D) -> float | None:
+        """Share of what the servers can do that is asked of them; None: no such share is known."""
+        return None
+
     def overload(self, scenario: S, streams: D) -> float | None:
         """Offered load above 1, at which the queue only grows; None: it does not."""
         return None

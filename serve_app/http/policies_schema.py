@@ -60,8 +60,6 @@ class ExperimentAnswer(BaseModel):
     not compared."""
     decisions_failed: int | None = None
     decisions_left_out: int | None = None
-    estimated_gains: dict[str, float] = {}
-    """Always empty: a log does not tell what another policy would gain."""
 
 
 class PoliciesAnswer(BaseModel):

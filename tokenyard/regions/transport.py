@@ -44,9 +44,9 @@ def check_solver() -> None:
 def exact(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArray:
     """Solve the transport problem with equal totals: the plan of least cost, shape (n, m).
 
-    Row sums have shape (n,), column sums (m,); cost is per unit, shape (n, m). Of plans that cost the
-    same it is always the same one: the last digits of the sums would else decide, as latencies are
-    alike in both directions, and three regions can send their excess round either way.
+    Row sums have shape (n,), column sums (m,); cost is per unit, shape (n, m). Of plans that cost
+    the same it is always the same one. The last digits of the sums would else decide, as latencies
+    are alike in both directions, and three regions can send their excess round either way.
     """
     cost = cost + _TIE * (np.abs(cost).max() or 1.0) * _tie_breaker(*cost.shape)
     # Solvers hold sums to be equal within fixed bounds; a power of two rounds nothing.

@@ -237,11 +237,8 @@ function trialWords(trial) {
   if (trial.mode === "canary")
     parts.push(`${percent(trial.share, 0)} of requests`, `within SLO ${percent(trial.canary_attained_fraction)} of ${trial.canary_requests}, champion ${percent(trial.champion_attained_fraction)} of ${trial.champion_requests}`,
       `evidence against it ${number(trial.log_capital)}; it stops at ${number(trial.stops_at_log_capital)}`);
-  else {
+  else
     parts.push(`names the same replica in ${percent(trial.agreement_fraction)} of ${trial.decisions_compared}`, `failed ${trial.decisions_failed}, left out ${trial.decisions_left_out}`);
-    if (trial.gains_withheld) parts.push(`no gains are estimated: ${trial.gains_withheld}`);
-    for (const [name, gain] of Object.entries(trial.estimated_gains)) parts.push(`${name.replaceAll("_", " ")} ${number(gain.estimate, 3)} [${number(gain.low, 3)}, ${number(gain.high, 3)}]`);
-  }
   const end = trial.why_ended ? el("div", { class: /worse|failed/.test(trial.why_ended) ? "bad" : "soft" }, `ended: ${trial.why_ended}`) : el("div", { class: "good" }, "goes on");
   return el("span", {}, parts.join("; "), end);
 }

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 FROZEN_KEYS = {
     "policy", "scenario", "stream_count", "mean_response_s", "p50_response_s",
     "p95_response_s", "p99_response_s", "mean_queue_length", "slo_violation_fraction",
-    "goodput_per_s", "dropped_fraction", "delta_mean_fraction", "delta_mean_ci_low",
+    "goodput_per_s", "dropped_fraction", "offered_load", "delta_mean_fraction", "delta_mean_ci_low",
     "delta_mean_ci_high", "delta_p99_fraction", "delta_p99_ci_low", "delta_p99_ci_high",
     "delta_slo_violation", "delta_slo_ci_low", "delta_slo_ci_high",
 }  # fmt: skip
@@ -51,6 +51,7 @@ def test_the_command_prints_tables_and_writes_rows_with_the_frozen_keys(tmp_path
     for row in result["rows"]:
         assert set(row) >= FROZEN_KEYS
         assert row["stream_count"] == 2
+        assert row["offered_load"] == pytest.approx(0.85)
 
 
 @pytest.mark.parametrize("scenario", ["poisson_085", "two_classes_slo"])
