@@ -181,7 +181,7 @@ def evaluate(
         drawn = evaluation.figures_of(problem, scenario, streams, runs, rows)
         figures = {f"{scenario.name}/{name}": drawn[name] for name in drawn}
     rows += [row for row in beside if row["baseline"] != baseline]
-    load = problem.offered_load(streams)
+    load = streams.offered_load
     return [row if load is None else {**row, "offered_load": load} for row in rows], figures
 
 

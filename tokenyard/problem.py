@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import yaml
@@ -94,6 +94,10 @@ class Streams(Protocol):
     def described(self) -> str:
         """How many of what, and where they come from, in words for a table."""
 
+    @property
+    def offered_load(self) -> float | None:
+        """Share of what the servers can do that is asked of them; None: no such share is known."""
+
 
 S = TypeVar("S", bound=Scenario)
 A = TypeVar("A", bound=TrainedPolicy)
@@ -112,6 +116,7 @@ class Drawn(Generic[T]):
 
     streams: Sequence[T]
     described: str
+    offered_load: ClassVar[float | None] = None
 
     def __len__(self) -> int:
         """How many streams."""
@@ -307,10 +312,6 @@ class Problem(Protocol[S, A, D, R]):
                 f"{self.name} is in its scenarios' files"
             )
         return self.streams(scenario, "evaluation", options.count, options.seed), []
-
-    def offered_load(self, streams: D) -> float | None:
-        """Share of what the servers can do that is asked of them; None: no such share is known."""
-        return None
 
     def overload(self, scenario: S, streams: D) -> float | None:
         """Offered load above 1, at which the queue only grows; None: it does not."""

@@ -149,10 +149,6 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
             f"output length known to the router: {scenario.output_length}",
         ]
 
-    def offered_load(self, streams: StreamSet) -> float:
-        """As if nothing were cached; NaN: traffic that nobody measured."""
-        return streams.offered_load
-
     def overload(self, scenario: Scenario, streams: StreamSet) -> float | None:
         """Load above 1, unless much of the prompts is cached, or whoever waits long is given up."""
         load, fleet = streams.offered_load, scenario.fleet
