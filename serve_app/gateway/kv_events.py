@@ -340,5 +340,8 @@ class EventSubscriber:
 async def _wait_for(monitor: zmq.asyncio.Socket, event: int) -> None:
     from zmq.utils.monitor import parse_monitor_message
 
-    while parse_monitor_message(await monitor.recv_multipart())["event"] != event:
-        pass
+    while True:
+        # pyzmq may miss a wake-up, after which no other comes.
+        if await monitor.poll(_ASK_EVERY_S * 1000):
+            if parse_monitor_message(await monitor.recv_multipart())["event"] == event:
+                return
