@@ -63,8 +63,7 @@ def keep(name: str, paths: list[str]) -> None:
             rows += curves(path)
             continue
         result = json.loads(Path(path).read_text(encoding="utf-8"))
-        load = re.search(r"--load (\S+)", result["command"])
-        rows += [{"offered_load": load and load[1], **row} for row in result["rows"]]
+        rows += result["rows"]
     with (RESULTS / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(COLUMNS[name])

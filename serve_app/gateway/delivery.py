@@ -1,12 +1,13 @@
 """A request that somebody else delivers, as the gateway sees it: a proxy, or Ray Serve.
 
 It is let in, placed, logged and settled as any other of the gateway's. Only its bytes go another
-way: whoever delivers it sends them to the replica that is picked, and shows the answer here.
+way: the proxy, or Serve, sends them to the replica that is picked, and shows the answer here.
 """
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from serve_app.gateway.exchange import Attempt, Backend, Sender
 from serve_app.gateway.generation import Headers, ReplicaFailed, RequestRejected, new_id
 
 
-class Delivery(Sender):
+class Delivery(Sender, ABC):
     """Stands in for a caller, and for the backend of a pool."""
 
     def __init__(self) -> None:
@@ -70,9 +71,9 @@ class Delivery(Sender):
             self.place(backend, attempt, replica_ids)
         await self._end
 
+    @abstractmethod
     def place(self, backend: Backend, attempt: Attempt, replica_ids: Sequence[str]) -> None:
-        """Tell whoever delivers it where it goes: the replica that is picked, and stand-ins."""
-        raise NotImplementedError
+        """Tell the proxy, or Serve, where it goes: the replica that is picked, and stand-ins."""
 
     def show_head(self, headers: Headers) -> None:
         """Take the head of the answer, pseudo headers included."""
@@ -118,7 +119,7 @@ class Delivery(Sender):
         if self._later is not None:
             self._later.append(partial(self.show_failure, error))
         elif self.is_open:
-            self.begun = True  # Whoever delivers it tells its caller: it is not tried again.
+            self.begun = True  # The proxy, or Serve, tells its caller: it is not tried again.
             self._settle(error)
 
     def note_other(self, replica_id: str, error: ReplicaFailed) -> None:

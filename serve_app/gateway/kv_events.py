@@ -275,10 +275,11 @@ class EventSubscriber:
         """Connect, and follow the events until the connection ends."""
         import zmq
 
-        heard, tasks = self._socket(zmq.SUB), list[asyncio.Task[None]]()
         begun, ended = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
-        monitor = heard.get_monitor_socket(begun | ended)
-        try:
+        with (
+            self._socket(zmq.SUB) as heard,
+            heard.get_monitor_socket(begun | ended) as monitor,
+        ):
             heard.setsockopt(zmq.SUBSCRIBE, self._topic)
             heard.connect(self._address)
             async with asyncio.timeout(_ANSWER_S):
@@ -287,21 +288,19 @@ class EventSubscriber:
                 asyncio.create_task(_wait_for(monitor, ended)),
                 asyncio.create_task(self._follow(heard)),
             ]
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            monitor.close()
-            heard.close()
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                for task in tasks:
+                    task.cancel()
 
     async def _follow(self, heard: zmq.asyncio.Socket) -> None:
         """Take what comes, and what has come before."""
         import zmq
 
-        asked = self._socket(zmq.DEALER)
-        try:
+        with self._socket(zmq.DEALER) as asked:
             if self._replay_address:
                 asked.connect(self._replay_address)
             await self._replay(asked)
@@ -317,8 +316,6 @@ class EventSubscriber:
                         self._events.take(number, frames[2], is_all=True)
                 self._tell()
                 await asyncio.sleep(0)
-        finally:
-            asked.close()
 
     async def _replay(self, asked: zmq.asyncio.Socket) -> None:
         """Ask for what is missing, and take it; TimeoutError: there is no answer."""
@@ -340,8 +337,8 @@ class EventSubscriber:
 async def _wait_for(monitor: zmq.asyncio.Socket, event: int) -> None:
     from zmq.utils.monitor import parse_monitor_message
 
-    while True:
+    seen = None
+    while seen != event:
         # pyzmq may miss a wake-up, after which no other comes.
         if await monitor.poll(_ASK_EVERY_S * 1000):
-            if parse_monitor_message(await monitor.recv_multipart())["event"] == event:
-                return
+            seen = parse_monitor_message(await monitor.recv_multipart())["event"]
