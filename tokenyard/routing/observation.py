@@ -22,36 +22,20 @@ from tokenyard.routing.types import ReplicaSnapshot, SnapshotColumns
 from tokenyard.types import FloatArray
 
 # Columns of the table.
-TOKENS_PER_S = 0
-NUM_SLOTS = 1
-MAX_CONCURRENCY = 2
-NUM_WAITING = 3
-NUM_RUNNING = 4
-TOKENS_IN_FLIGHT = 5
-WAIT_S = 6
-MEAN_RESPONSE_S = 7
-SPEED_RANK = 8
-# Of replicas that batch continuously, as in `EngineSnapshot`; all 0 for those that do not.
-ITERATION_S = 9
-PREFILL_TOKEN_S = 10
-SEQUENCE_S = 11
-KV_TOKEN_S = 12
-TOKEN_BUDGET = 13
-KV_CAPACITY_TOKENS = 14
-KV_USED_FRACTION = 15
-PREFILL_IN_FLIGHT = 16
-OUTPUT_IN_FLIGHT = 17
-MATCH_TOKENS = 18
-# How old what was scraped is, and whether the replica is believed to take requests.
-AGE_S = 19
-ROUTABLE = 20
-# Where the request would stand among those who wait (`policies.places`); 0 where nobody looked: by
-# how many seconds its wait is shorter, and how many would start before it and after it.
-OVERTAKEN_S = 21
-NUM_BEFORE = 22
-NUM_BEHIND = 23
-NUM_COLUMNS = 24
+# Of replicas that batch continuously, ITERATION_S to MATCH_TOKENS are as in `EngineSnapshot`; they
+# are 0 for those that do not. AGE_S is how old what was scraped is, ROUTABLE whether the replica is
+# believed to take requests. The last are where the request would stand among those who wait
+# (`policies.places`), 0 where nobody looked: by how many seconds its wait is shorter, and how many
+# would start before it and after it.
+(
+    TOKENS_PER_S, NUM_SLOTS, MAX_CONCURRENCY, NUM_WAITING, NUM_RUNNING, TOKENS_IN_FLIGHT, WAIT_S,
+    MEAN_RESPONSE_S, SPEED_RANK, ITERATION_S, PREFILL_TOKEN_S, SEQUENCE_S, KV_TOKEN_S,
+    TOKEN_BUDGET, KV_CAPACITY_TOKENS, KV_USED_FRACTION, PREFILL_IN_FLIGHT, OUTPUT_IN_FLIGHT,
+    MATCH_TOKENS, AGE_S, ROUTABLE, OVERTAKEN_S, NUM_BEFORE, NUM_BEHIND, NUM_COLUMNS,
+) = range(25)  # fmt: skip
 
+RECENT_WEIGHT = 0.1
+"""Weight of the newest completion in the exponential mean of response times."""
 NUM_REQUEST_FEATURES = 16
 NUM_REPLICA_FEATURES = 6
 NUM_DELAY_FEATURES = 8
@@ -171,6 +155,12 @@ def squash(scaled_features: FloatArray) -> FloatArray:
     The bound is out of reach: it stands for a feature e^20 interquartile ranges off its median.
     """
     return np.sign(scaled_features) * np.log1p(np.abs(scaled_features))
+
+
+@compiled
+def recent_mean_s(mean_s: float, response_s: float) -> float:
+    """Exponential mean of response times with one more; NaN stands for none before."""
+    return response_s if math.isnan(mean_s) else mean_s + RECENT_WEIGHT * (response_s - mean_s)
 
 
 @compiled

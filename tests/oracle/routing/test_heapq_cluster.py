@@ -28,7 +28,7 @@ def assert_same_history(scenario, stream, actions, keys=None):
     sim = loaded(scenario, stream)
     for index, action in enumerate(actions):
         seen = oracle.seen[index]
-        table, held = sim.tables[0], sim.state[0]
+        table, held = sim.arrays.tables[0], sim.arrays.state[0]
         assert table[:, ob.NUM_WAITING].tolist() == [s.num_waiting for s in seen]
         assert table[:, ob.NUM_RUNNING].tolist() == [s.num_running for s in seen]
         # The exponential mean depends on the order in which requests completed.

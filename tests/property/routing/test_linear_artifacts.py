@@ -111,4 +111,4 @@ def test_compiled_delay_rules_are_the_policies(seed, above, dump):
         for _ in range(len(stream)):
             stepped.step(one(policy.route(stepped.view().request(), stepped.view().snapshots())))
         stepped.drain()
-        assert compiled.outcome_table.tobytes() == stepped.outcome_table.tobytes()
+        assert compiled.arrays.outcomes.tobytes() == stepped.arrays.outcomes.tobytes()

@@ -29,7 +29,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def bytes_of(sim):
-    arrays = (sim.state, sim.clock, sim.outcome_table, sim.tables, sim.rewards)
+    arrays = (*sim.arrays, sim.rewards)
     return b"".join(array.tobytes() for array in arrays)
 
 
@@ -43,12 +43,12 @@ def test_every_placed_request_is_completed_waiting_running_or_dropped_at_any_tim
         outcomes = sim.view().outcomes()
         completed = np.isfinite(outcomes.response_s).sum()
         dropped = (outcomes.server[:placed] == -1).sum()
-        outstanding = sim.state[0][:, [kernel.WAITING, kernel.RUNNING]].sum()
+        outstanding = sim.arrays.state[0][:, [kernel.WAITING, kernel.RUNNING]].sum()
         assert placed == completed + outstanding + dropped
     sim.drain()
     outcomes = sim.view().outcomes()
     assert (np.isnan(outcomes.response_s) == (outcomes.server == -1)).all()
-    assert not sim.state[0][:, [kernel.WAITING, kernel.RUNNING, kernel.TOKENS]].any()
+    assert not sim.arrays.state[0][:, [kernel.WAITING, kernel.RUNNING, kernel.TOKENS]].any()
 
 
 @few
@@ -58,12 +58,12 @@ def test_no_request_waits_at_a_server_with_a_free_slot_or_beyond_the_queue_limit
     sim = loaded(scenario, stream)
     for action in actions:
         sim.step(one(action))
-        waiting, running = sim.state[0][:, [kernel.WAITING, kernel.RUNNING]].T
-        assert (running <= sim.params[:, kernel.SLOTS]).all()
-        assert ((waiting == 0) | (running == sim.params[:, kernel.SLOTS])).all()
+        waiting, running = sim.arrays.state[0][:, [kernel.WAITING, kernel.RUNNING]].T
+        assert (running <= sim.arrays.params[:, kernel.SLOTS]).all()
+        assert ((waiting == 0) | (running == sim.arrays.params[:, kernel.SLOTS])).all()
         assert (waiting <= scenario.queue_limit).all()
         if scenario.overflow == "drop":
-            assert (waiting + running <= sim.params[:, kernel.CONCURRENCY]).all()
+            assert (waiting + running <= sim.arrays.params[:, kernel.CONCURRENCY]).all()
 
 
 @few
@@ -79,7 +79,7 @@ def test_the_clock_never_goes_back_and_no_request_is_served_faster_than_its_serv
     sim.drain()
     outcomes = sim.view().outcomes()
     done = outcomes.server >= 0
-    speed = sim.params[outcomes.server[done], kernel.SLOT_TOKENS_PER_S]
+    speed = sim.arrays.params[outcomes.server[done], kernel.SLOT_TOKENS_PER_S]
     held_back_s = (stream[:, kernel.DISPATCH_S] - stream[:, kernel.ARRIVAL_S])[done]
     assert (
         outcomes.response_s[done] >= held_back_s + outcomes.total_tokens[done] / speed - 1e-9
@@ -100,7 +100,7 @@ def test_a_serial_server_serves_in_order_of_arrival_as_lindley_says(instance):
         if server < 0:
             continue
         start_s = max(finish_s[server], row[kernel.DISPATCH_S])
-        finish_s[server] = start_s + row[kernel.TRUE_TOTAL] / sim.params[server, 0]
+        finish_s[server] = start_s + row[kernel.TRUE_TOTAL] / sim.arrays.params[server, 0]
         assert response_s == pytest.approx(finish_s[server] - row[kernel.ARRIVAL_S], abs=1e-9)
 
 
@@ -115,7 +115,7 @@ def ran(scenario, stream, actions, keys):
 def starts_s(sim, stream):
     """When each request started; NaN where it was dropped."""
     outcomes = sim.view().outcomes()
-    speed = sim.params[outcomes.server, kernel.SLOT_TOKENS_PER_S]
+    speed = sim.arrays.params[outcomes.server, kernel.SLOT_TOKENS_PER_S]
     return stream[:, kernel.ARRIVAL_S] + outcomes.response_s - outcomes.total_tokens / speed
 
 
@@ -159,8 +159,8 @@ def test_keys_that_are_arrivals_change_nothing(instance):
     stream[:, kernel.DISPATCH_S] = stream[:, kernel.ARRIVAL_S]
     none = ran(scenario, stream, actions, [None] * len(stream))
     by_arrival = ran(scenario, stream, actions, stream[:, kernel.ARRIVAL_S].tolist())
-    assert none.outcome_table.tobytes() == by_arrival.outcome_table.tobytes()
-    assert none.state.tobytes() == by_arrival.state.tobytes()
+    assert none.arrays.outcomes.tobytes() == by_arrival.arrays.outcomes.tobytes()
+    assert none.arrays.state.tobytes() == by_arrival.arrays.state.tobytes()
 
 
 @few
@@ -191,7 +191,7 @@ def test_with_exact_predictions_a_request_waits_as_long_as_the_router_was_told(i
     sim.drain()
     outcomes = sim.view().outcomes()
     done = outcomes.server >= 0
-    service_s = outcomes.total_tokens / sim.params[outcomes.server, kernel.SLOT_TOKENS_PER_S]
+    service_s = outcomes.total_tokens / sim.arrays.params[outcomes.server, kernel.SLOT_TOKENS_PER_S]
     start_s = stream[:, kernel.ARRIVAL_S] + outcomes.response_s - service_s
     waited_s = start_s - stream[:, kernel.DISPATCH_S]
     assert waited_s[done] == pytest.approx(np.array(told_s)[done], abs=1e-9)
@@ -251,8 +251,8 @@ def test_a_copy_among_many_lives_the_life_it_would_live_alone(discipline, seed):
         single = loaded(scenario, stream)
         for row in actions:
             single.step(row[[copy]])
-        assert single.state[0].tobytes() == many.state[copy].tobytes()
-        assert single.tables[0].tobytes() == many.tables[copy].tobytes()
+        assert single.arrays.state[0].tobytes() == many.arrays.state[copy].tobytes()
+        assert single.arrays.tables[0].tobytes() == many.arrays.tables[copy].tobytes()
 
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)
@@ -271,7 +271,7 @@ def test_permuting_the_servers_permutes_what_is_seen_and_changes_no_response(
     for action in rng.integers(0, 3, len(stream)):
         reward = sim.step(one(action))[0]
         assert twin.step(one(order.index(action)))[0] == pytest.approx(reward, abs=1e-7)
-        assert sim.tables[0][list(order)].tobytes() == twin.tables[0].tobytes()
+        assert sim.arrays.tables[0][list(order)].tobytes() == twin.arrays.tables[0].tobytes()
     sim.drain()
     twin.drain()
     assert sim.view().outcomes().response_s.tobytes() == twin.view().outcomes().response_s.tobytes()
@@ -312,7 +312,7 @@ def test_run_linear_with_zero_weights_is_shortest_expected_delay(seed):
         delays_s = [s.wait_s + tokens / s.tokens_per_s for s in stepped.view().snapshots()]
         stepped.step(one(int(np.argmin(delays_s))))
     stepped.drain()
-    assert compiled.outcome_table.tobytes() == stepped.outcome_table.tobytes()
+    assert compiled.arrays.outcomes.tobytes() == stepped.arrays.outcomes.tobytes()
 
 
 def test_the_next_action_of_a_copy_that_was_just_loaded_can_be_ignored():

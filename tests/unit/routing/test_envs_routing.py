@@ -188,8 +188,10 @@ def test_a_four_thousand_token_request_on_an_idle_cluster_earns_the_documented_r
         episode_requests=1,
     )
     env.reset(seed=0)
-    env.sim.requests[0, 0, 2] = 4000.0  # TRUE_TOTAL
-    env.sim.requests[0, 1, 0] = env.sim.requests[0, 0, 0]  # nothing completes before the next
+    env.sim.arrays.requests[0, 0, 2] = 4000.0  # TRUE_TOTAL
+    env.sim.arrays.requests[0, 1, 0] = env.sim.arrays.requests[
+        0, 0, 0
+    ]  # nothing completes before the next
     reward = env.step(np.int64(1))[1]
     assert reward == pytest.approx(0.951, abs=5e-4)
 
@@ -303,7 +305,7 @@ def test_a_hidden_output_length_reaches_neither_request_nor_observation():
     for doubled in (False, True):
         env.reset(seed=0)
         if doubled:  # every true output grows; nothing that the router sees before may change
-            env.sim.requests[0, :, 2] += 500.0
+            env.sim.arrays.requests[0, :, 2] += 500.0
         request = env.sim.view().request()
         assert request.predicted_total_tokens == request.context_tokens
         seen.append(env.sim.observe()[0].copy())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -11,17 +11,13 @@ from tokenyard import metrics
 from tokenyard.routing import observation
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.scenario import RewardWeights, Scenario
-from tokenyard.routing.scores.order import FIRST_COME
-from tokenyard.routing.scores.residual import ResidualNetwork, make_player
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel import step as kernel
-from tokenyard.routing.simulator.batching_kernel.fleet import clear
 from tokenyard.routing.simulator.batching_kernel.prompts import prompt_blocks
-from tokenyard.routing.simulator.batching_kernel.view import fill_table
 from tokenyard.routing.simulator.batching_params import fleet_rules, ranks, replica_params
 from tokenyard.routing.simulator.batching_streams import Stream, fleet_stream
 from tokenyard.routing.simulator.constant_rate import Outcomes
-from tokenyard.routing.simulator.copies import Actions, Observations, ServerCopies
+from tokenyard.routing.simulator.copies import ServerCopies
 from tokenyard.routing.simulator.table import TableSnapshots
 from tokenyard.routing.types import Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
@@ -151,6 +147,11 @@ def _of_groups(scenario: Scenario, outcomes: BatchingOutcomes) -> dict[str, floa
 class BatchingSim(ServerCopies):
     """Independent copies of one fleet; docs/engine.md says what a replica does."""
 
+    functions: ClassVar[Any] = kernel
+    skip_at, placed_at = lay.SKIP, lay.PLACED
+    server_word = "replica"
+    arrays: lay.FleetArrays
+
     def __init__(
         self,
         scenario: Scenario,
@@ -197,6 +198,7 @@ class BatchingSim(ServerCopies):
             order=self._order,
             scratch=np.zeros(width),
         )
+        self.given = (self.arrays,)
         total = sum(tenant.weight for tenant in fleet.tenants)
         self.tenants = [(tenant.name, tenant.weight / total) for tenant in fleet.tenants]
 
@@ -225,6 +227,7 @@ class BatchingSim(ServerCopies):
             longer = np.pad(old, pad, constant_values=fill)
             self.arrays = self.arrays._replace(**{name: longer})
         arrays = self.arrays
+        self.given = (arrays,)
         arrays.requests[copy] = stream.requests
         arrays.turns[copy, : len(stream.turns)] = stream.turns
         arrays.factors[copy] = stream.factors
@@ -248,80 +251,6 @@ class BatchingSim(ServerCopies):
             params[:, lay.SCRAPE_INTERVAL_S] = rng.uniform(*randomisation.scrape_interval_s)
         self.clear(copy)
 
-    def clear(self, copy: int) -> None:
-        """Empty one copy and go back to the start of its stream."""
-        clear(self.arrays, copy)
-        fill_table(self.arrays, copy)
-
-    def skip_next(self, copy: int) -> None:
-        """Ignore the next action of a copy that has just been loaded; it earns 0."""
-        self.arrays.clock[copy, lay.SKIP] = 1.0
-
-    def step(self, actions: Actions) -> FloatArray:
-        """Place every copy's waiting request and run to its next decision.
-
-        The action of a copy that has no request left is ignored.
-
-        Args:
-            actions: Replica of each copy's request, shape (num_copies,).
-
-        Returns:
-            Rewards, shape (num_copies,); a view that the next step overwrites.
-
-        Raises:
-            ValueError: An action names no replica; nothing has changed.
-        """
-        wrong = kernel.step(self.arrays, actions, self.rewards)
-        if wrong >= 0:
-            raise self._names_none(wrong, actions)
-        return self.rewards
-
-    def observe(self) -> Observations:
-        """Encode what the router sees, shape (num_copies, size); a view, overwritten later."""
-        self.num_saturated += kernel.observe(
-            self.arrays, self._shown_for_tokens, self.scenario.slo_response_s, self.observations
-        )
-        return self.observations
-
-    def step_and_observe(self, actions: Actions) -> tuple[Observations, FloatArray]:
-        """`step` and `observe` in one compiled call; returns views of both results."""
-        wrong, saturated = kernel.step_and_observe(
-            self.arrays,
-            actions,
-            self.rewards,
-            self._shown_for_tokens,
-            self.scenario.slo_response_s,
-            self.observations,
-        )
-        if wrong >= 0:
-            raise self._names_none(wrong, actions)
-        self.num_saturated += saturated
-        return self.observations, self.rewards
-
-    def _names_none(self, wrong: int, actions: Actions) -> ValueError:
-        return ValueError(
-            f"action {actions[wrong]} of copy {wrong} names no replica; "
-            f"choose 0..{self.scenario.num_servers - 1}"
-        )
-
-    def drain(self) -> FloatArray:
-        """Let every copy finish what it holds, so that all response times are known.
-
-        Returns:
-            What completions have earned, shape (num_copies,); a view, overwritten later.
-        """
-        kernel.drain(self.arrays, self.rewards)
-        return self.rewards
-
-    def run_residual(
-        self, correction: ResidualNetwork, mean_total_tokens: float,
-        order: FloatArray = FIRST_COME,
-    ) -> None:  # fmt: skip
-        """Run all streams to the end: see `ServerCopies`."""
-        num, slo_s = self.scenario.num_servers, self.scenario.slo_response_s
-        player = make_player(correction, num, mean_total_tokens, slo_s)
-        kernel.run_residual(self.arrays, player, order, self.rewards)
-
     def sizes_seen(self) -> FloatArray:
         """Size of every request as the router knows it, tokens, shape (copies, stream_length)."""
         requests = self.arrays.requests
@@ -335,10 +264,6 @@ class BatchingSim(ServerCopies):
     def undecided(self) -> bool:
         """Whether any copy has a request left to be placed."""
         return bool((self.arrays.clock[:, lay.CURRENT] >= 0).any())
-
-    def num_placed(self) -> IntArray:
-        """Placements so far in every copy, shape (num_copies,)."""
-        return self.arrays.clock[:, lay.PLACED].astype(np.int64)
 
 
 class BatchingView(NamedTuple):

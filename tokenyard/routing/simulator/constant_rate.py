@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -13,10 +13,9 @@ from tokenyard.routing import observation
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.scores.order import FIRST_COME
-from tokenyard.routing.scores.residual import ResidualNetwork, make_player
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream, token_rows
-from tokenyard.routing.simulator.copies import Actions, Observations, ServerCopies
+from tokenyard.routing.simulator.copies import Actions, ServerCopies
 from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
 from tokenyard.routing.simulator.table import TableSnapshots
 from tokenyard.routing.types import ReplicaSnapshot, Request, WaitingQueue
@@ -102,6 +101,11 @@ def _max_running(scenario: Scenario) -> int:
 class ClusterSim(ServerCopies):
     """Independent copies of one cluster, each with its own stream of requests."""
 
+    functions: ClassVar[Any] = kernel
+    skip_at, placed_at = kernel.SKIP, kernel.INDEX
+    server_word = "server"
+    arrays: kernel.ClusterArrays
+
     def __init__(
         self,
         scenario: Scenario,
@@ -118,23 +122,29 @@ class ClusterSim(ServerCopies):
             reward: Weights that take the place of the scenario's.
         """
         super().__init__(scenario, num_copies, whole=False)
-        self.params = _server_params(scenario)
-        self.rules = _rules(scenario, reward or scenario.reward)
         width = kernel.STATE + 5 * _max_running(scenario) + scenario.queue_limit
         num_servers = scenario.num_servers
-        self.state = np.zeros((num_copies, num_servers, width))
-        self.clock = np.zeros((num_copies, kernel.NUM_CLOCK))
-        self.requests = np.zeros((num_copies, stream_length, kernel.NUM_REQUEST))
-        self.outcome_table = np.zeros((num_copies, stream_length, kernel.NUM_OUTCOME))
-        self.tables = np.zeros((num_copies, num_servers, observation.NUM_COLUMNS))
-        self._ahead = (np.zeros(width), np.zeros((stream_length, kernel.NUM_OUTCOME)))
+        self.arrays = kernel.ClusterArrays(
+            params=_server_params(scenario),
+            rules=_rules(scenario, reward or scenario.reward),
+            state=np.zeros((num_copies, num_servers, width)),
+            clock=np.zeros((num_copies, kernel.NUM_CLOCK)),
+            requests=np.zeros((num_copies, stream_length, kernel.NUM_REQUEST)),
+            outcomes=np.zeros((num_copies, stream_length, kernel.NUM_OUTCOME)),
+            tables=np.zeros((num_copies, num_servers, observation.NUM_COLUMNS)),
+            asked=self.asked,
+            order=self._order,
+            ahead_row=np.zeros(width),
+            ahead_outcomes=np.zeros((stream_length, kernel.NUM_OUTCOME)),
+        )
+        self.given = self.arrays
 
     def load(self, copy: int, stream: Stream) -> None:
         """Empty one copy and give it a stream, shape (stream_length, NUM_REQUEST).
 
         The next action of this copy is ignored when `skip_next` is called for it.
         """
-        self.requests[copy] = token_rows(stream)
+        self.arrays.requests[copy] = token_rows(stream)
         self.clear(copy)
 
     def vary(self, copy: int, randomisation: Randomisation, rng: np.random.Generator) -> None:
@@ -145,92 +155,10 @@ class ClusterSim(ServerCopies):
         """
         raise ValueError("speeds and staleness are randomised for fleets, not for servers")
 
-    def clear(self, copy: int) -> None:
-        """Empty one copy and go back to the start of its stream."""
-        kernel.clear(self.rules, self.state, self.clock, self.requests, self.outcome_table, copy)
-        kernel.fill_table(
-            self.state[copy],
-            self.rules,
-            self.params,
-            self.requests[copy],
-            self.clock[copy, kernel.NOW_S],
-            self.tables[copy],
-        )
-
-    def skip_next(self, copy: int) -> None:
-        """Ignore the next action of a copy that has just been loaded; it earns 0."""
-        self.clock[copy, kernel.SKIP] = 1.0
-
-    def step(self, actions: Actions) -> FloatArray:
-        """Place every copy's waiting request and run to its next decision.
-
-        Args:
-            actions: Server of each copy's request, shape (num_copies,).
-
-        Returns:
-            Rewards, shape (num_copies,); a view that the next step overwrites.
-
-        Raises:
-            ValueError: An action names no server, or a stream is over; nothing has changed.
-        """
-        wrong = kernel.step(
-            self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, self.asked, self._order, self._ahead, actions,
-            self.rewards,
-        )  # fmt: skip
-        self._check(wrong, actions)
-        return self.rewards
-
-    def observe(self) -> Observations:
-        """Encode what the router sees, shape (num_copies, size); a view, overwritten later."""
-        self.num_saturated += kernel.observe(
-            self.rules, self.clock, self.requests, self.tables, self._shown_for_tokens,
-            self.observations,
-        )  # fmt: skip
-        return self.observations
-
-    def step_and_observe(self, actions: Actions) -> tuple[Observations, FloatArray]:
-        """`step` and `observe` in one compiled call; returns views of both results."""
-        wrong, saturated = kernel.step_and_observe(
-            self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, self.asked, self._order, self._ahead, actions,
-            self.rewards, self._shown_for_tokens, self.observations,
-        )  # fmt: skip
-        self._check(wrong, actions)
-        self.num_saturated += saturated
-        return self.observations, self.rewards
-
-    def _check(self, wrong: int, actions: Actions) -> None:
-        if wrong < 0:
-            return
-        if self.clock[wrong, kernel.INDEX] >= self.requests.shape[1]:
-            raise ValueError(f"the stream of copy {wrong} is over: load another one")
-        raise ValueError(
-            f"action {actions[wrong]} of copy {wrong} names no server; "
-            f"choose 0..{self.scenario.num_servers - 1}"
-        )
-
-    def drain(self) -> FloatArray:
-        """Let every copy finish what it holds, so that all response times are known.
-
-        Returns:
-            What these completions earn, shape (num_copies,); a view, overwritten later.
-        """
-        kernel.drain(
-            self.params, self.rules, self.state, self.requests, self.outcome_table, self.rewards
-        )
-        return self.rewards
-
-    def run_residual(
-        self, correction: ResidualNetwork, mean_total_tokens: float,
-        order: FloatArray = FIRST_COME,
-    ) -> None:  # fmt: skip
-        """Run all streams to the end: see `ServerCopies`."""
-        num, slo_s = self.scenario.num_servers, self.scenario.slo_response_s
-        kernel.run_residual(
-            self.params, self.rules, self.state, self.clock, self.requests, self.outcome_table,
-            self.tables, make_player(correction, num, mean_total_tokens, slo_s), order,
-        )  # fmt: skip
+    def _refused(self, wrong: int, actions: Actions) -> ValueError:
+        if self.arrays.clock[wrong, kernel.INDEX] >= self.arrays.requests.shape[1]:
+            return ValueError(f"the stream of copy {wrong} is over: load another one")
+        return super()._refused(wrong, actions)
 
     def run_delay_rule(
         self, reserve_above_tokens: float, dump_server: int, order: FloatArray = FIRST_COME
@@ -242,14 +170,11 @@ class ClusterSim(ServerCopies):
             dump_server: Takes all that no server could do within the SLO; -1: none does.
             order: Weights of an order.
         """
-        kernel.run_delay_rule(
-            self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, reserve_above_tokens, dump_server, order,
-        )  # fmt: skip
+        kernel.run_delay_rule(self.arrays, reserve_above_tokens, dump_server, order, self.rewards)
 
     def sizes_seen(self) -> FloatArray:
         """Size of every request as the router knows it, tokens, shape (copies, stream_length)."""
-        return self.requests[:, :, kernel.PREDICTED_TOTAL]
+        return self.arrays.requests[:, :, kernel.PREDICTED_TOTAL]
 
     def view(self, copy: int = 0) -> ClusterView:
         """One copy, to look at."""
@@ -257,11 +182,7 @@ class ClusterSim(ServerCopies):
 
     def undecided(self) -> bool:
         """Whether any copy has a request left to be placed."""
-        return bool((self.clock[:, kernel.INDEX] < self.requests.shape[1]).any())
-
-    def num_placed(self) -> IntArray:
-        """Placements so far in every copy, shape (num_copies,)."""
-        return self.clock[:, kernel.INDEX].astype(np.int64)
+        return bool((self.num_placed() < self.arrays.requests.shape[1]).any())
 
 
 class ClusterView(NamedTuple):
@@ -272,8 +193,8 @@ class ClusterView(NamedTuple):
 
     def current(self) -> int:
         """Index of the request that waits to be placed; -1: none is left."""
-        index = int(self.sim.clock[self.copy, kernel.INDEX])
-        return index if index < self.sim.requests.shape[1] else -1
+        index = int(self.sim.arrays.clock[self.copy, kernel.INDEX])
+        return index if index < self.sim.arrays.requests.shape[1] else -1
 
     def offered(self) -> Sequence[int]:
         """Servers that `snapshots` shows: all."""
@@ -281,11 +202,11 @@ class ClusterView(NamedTuple):
 
     def now_s(self) -> float:
         """Clock of one copy, seconds."""
-        return float(self.sim.clock[self.copy, kernel.NOW_S])
+        return float(self.sim.arrays.clock[self.copy, kernel.NOW_S])
 
     def request(self) -> Request:
         """The request that waits to be placed, as a policy may see it."""
-        row = self.sim.requests[self.copy, int(self.sim.clock[self.copy, kernel.INDEX])].tolist()
+        row = self.sim.arrays.requests[self.copy, self.current()].tolist()
         return Request(
             arrival_s=row[kernel.ARRIVAL_S],
             context_tokens=int(row[kernel.CONTEXT]),
@@ -295,31 +216,31 @@ class ClusterView(NamedTuple):
 
     def snapshots(self, block_tokens: int = 0) -> Sequence[ReplicaSnapshot]:
         """What a policy may know of one copy's servers now; they have no blocks to count."""
-        offered, table = self.offered(), self.sim.tables[self.copy]
+        offered, table = self.offered(), self.sim.arrays.tables[self.copy]
         return TableSnapshots(self.sim.names, table, offered, self.now_s(), False)
 
     def queue(self, server: int) -> WaitingQueue:
         """What waits at a server of one copy, in the order in which it will start."""
-        row = self.sim.state[self.copy, server]
+        row = self.sim.arrays.state[self.copy, server]
         ring = row[kernel.STATE + 5 * _max_running(self.sim.scenario) :]
         places = int(row[kernel.HEAD]) + np.arange(int(row[kernel.WAITING]))
         which = ring[places % len(ring)].astype(np.int64)
         return WaitingQueue(
-            order_keys_s=self.sim.outcome_table[self.copy, which, kernel.ORDER_KEY_S],
-            tokens=self.sim.requests[self.copy, which, kernel.PREDICTED_TOTAL],
+            order_keys_s=self.sim.arrays.outcomes[self.copy, which, kernel.ORDER_KEY_S],
+            tokens=self.sim.arrays.requests[self.copy, which, kernel.PREDICTED_TOTAL],
         )
 
     def num_waiting(self) -> int:
         """Requests that wait at all servers now."""
-        return int(self.sim.state[self.copy, :, kernel.WAITING].sum())
+        return int(self.sim.arrays.state[self.copy, :, kernel.WAITING].sum())
 
     def response_s(self, requests: IntArray) -> FloatArray:
         """Response times of requests, NaN until one is done, seconds, shape (num,)."""
-        return np.asarray(self.sim.outcome_table[self.copy, requests, kernel.RESPONSE_S])
+        return np.asarray(self.sim.arrays.outcomes[self.copy, requests, kernel.RESPONSE_S])
 
     def outcomes(self) -> Outcomes:
         """What became of one copy's requests."""
-        requests, outcome = self.sim.requests[self.copy], self.sim.outcome_table[self.copy]
+        requests, outcome = self.sim.arrays.requests[self.copy], self.sim.arrays.outcomes[self.copy]
         return Outcomes(
             arrival_s=requests[:, kernel.ARRIVAL_S].copy(),
             context_tokens=requests[:, kernel.CONTEXT].copy(),

@@ -21,7 +21,8 @@ Shapes: C copies, S servers, R requests per stream.
     asked     (C, NUM_ASKED)       places of the next requests in the waiting queues (`order`)
     order     (NUM_ORDER_WEIGHTS,) by what those wait of whom nothing is asked
               (`tokenyard.routing.scores.order`)
-    ahead     a row of `state` and the outcomes of one copy, where what a server holds is played out
+    ahead_row, ahead_outcomes      a row of `state` and the outcomes of one copy, where what a
+                                   server holds is played out
 
 Order at one instant: completions, then starts of waiting requests, then the decision.
 """
@@ -29,8 +30,9 @@ Order at one instant: completions, then starts of waiting requests, then the dec
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-from tokenyard.compiled import compiled
+from tokenyard.compiled import compiled, compiled_inline
 from tokenyard.routing import observation as ob
 from tokenyard.routing.scores.linear import encode_shown, looks_at_queues
 from tokenyard.routing.scores.order import is_first_come, order_key
@@ -38,6 +40,7 @@ from tokenyard.routing.scores.places import fill_place
 from tokenyard.routing.scores.residual import residual_scores
 from tokenyard.routing.scores.waiting_key import KEY_S, LAST, LATE_AT_S, LATE_KEY_S, bounded_key
 from tokenyard.routing.simulator import rewards as pay
+from tokenyard.types import FloatArray
 
 # params
 SLOT_TOKENS_PER_S, SLOTS, CONCURRENCY, NOMINAL_TOKENS_PER_S, RANK, NUM_PARAMS = range(6)
@@ -58,9 +61,7 @@ SLOT_TOKENS_PER_S, SLOTS, CONCURRENCY, NOMINAL_TOKENS_PER_S, RANK, NUM_PARAMS = 
 NOW_S, INDEX, SKIP, IS_ORDERED, NUM_CLOCK = range(5)
 
 # requests; the scaled features follow
-(
-    DISPATCH_S, ARRIVAL_S, TRUE_TOTAL, PREDICTED_TOTAL, CONTEXT, FEATURES,
-) = range(6)  # fmt: skip
+DISPATCH_S, ARRIVAL_S, TRUE_TOTAL, PREDICTED_TOTAL, CONTEXT, FEATURES = range(6)
 NUM_REQUEST = FEATURES + ob.NUM_REQUEST_FEATURES
 
 # outcomes
@@ -68,23 +69,57 @@ NUM_REQUEST = FEATURES + ob.NUM_REQUEST_FEATURES
     SERVER, RESPONSE_S, WAITING_SEEN, ORDER_KEY_S, LATE_FROM_S, LATE_ORDER_KEY_S, NUM_OUTCOME,
 ) = range(7)  # fmt: skip
 
-RECENT_WEIGHT = 0.1
-"""Weight of the newest completion in the exponential mean of response times."""
 BALANCE_EPSILON = 1e-8
 
 
+class ClusterArrays(NamedTuple):
+    """All arrays of all copies; see the head of this module."""
+
+    params: FloatArray
+    rules: FloatArray
+    state: FloatArray
+    clock: FloatArray
+    requests: FloatArray
+    outcomes: FloatArray
+    tables: FloatArray
+    asked: FloatArray
+    order: FloatArray
+    ahead_row: FloatArray
+    ahead_outcomes: FloatArray
+
+
+class ServerView(NamedTuple):
+    """One server of one copy."""
+
+    row: FloatArray
+    params: FloatArray
+    rules: FloatArray
+    requests: FloatArray
+    outcomes: FloatArray
+
+
+@compiled_inline
+def _server_of(cluster, copy, server):
+    """One server of one copy, whose arrays are views."""
+    return ServerView(
+        cluster.state[copy, server], cluster.params[server], cluster.rules,
+        cluster.requests[copy], cluster.outcomes[copy],
+    )  # fmt: skip
+
+
 @compiled
-def clear(rules, state, clock, requests, outcomes, copy):
+def clear(cluster, copy):
     """Empty one copy and put its clock at its first request."""
-    state[copy] = 0.0
-    state[copy, :, RECENT_RESPONSE_S] = math.nan
-    state[copy, :, SHARED_UNTIL_S] = requests[copy, 0, DISPATCH_S]
-    clock[copy, NOW_S] = requests[copy, 0, DISPATCH_S]
-    clock[copy, INDEX] = 0.0
-    clock[copy, IS_ORDERED] = 0.0
-    outcomes[copy, :, SERVER] = -1.0
-    outcomes[copy, :, RESPONSE_S] = math.nan
-    outcomes[copy, :, WAITING_SEEN:] = 0.0
+    first_s = cluster.requests[copy, 0, DISPATCH_S]
+    cluster.state[copy] = 0.0
+    cluster.state[copy, :, RECENT_RESPONSE_S] = math.nan
+    cluster.state[copy, :, SHARED_UNTIL_S] = first_s
+    cluster.clock[copy, NOW_S] = first_s
+    cluster.clock[copy, INDEX] = 0.0
+    cluster.clock[copy, IS_ORDERED] = 0.0
+    cluster.outcomes[copy, :, SERVER] = -1.0
+    cluster.outcomes[copy, :, RESPONSE_S] = math.nan
+    cluster.outcomes[copy, :, WAITING_SEEN:] = 0.0
 
 
 @compiled
@@ -97,25 +132,27 @@ def _argmin(values):
     return best
 
 
-@compiled
-def _start(row, rules, params, requests, slot, index, now):
+@compiled_inline
+def _start(server, slot, index, now):
     """Let request `index` run in place `slot` from now on."""
-    most = int(rules[MAX_RUNNING])
+    row = server.row
+    most = int(server.rules[MAX_RUNNING])
     row[STATE + slot] = index
     row[STATE + most + slot] = now
-    total = requests[index, TRUE_TOTAL]
+    total = server.requests[index, TRUE_TOTAL]
     # Under sharing the finish is not known: the tokens that are left stand in its place.
-    finish = total if rules[SHARING] else now + total / params[SLOT_TOKENS_PER_S]
+    finish = total if server.rules[SHARING] else now + total / server.params[SLOT_TOKENS_PER_S]
     row[STATE + 2 * most + slot] = finish
 
 
-@compiled
-def _enqueue(row, rules, outcomes, index, key):
+@compiled_inline
+def _enqueue(server, index, key):
     """Let a request wait by its key (`order.bounded_key`), of equal ones by who came first."""
+    row, outcomes = server.row, server.outcomes
     outcomes[index, ORDER_KEY_S] = key[KEY_S]
     outcomes[index, LATE_FROM_S] = key[LATE_AT_S]
     outcomes[index, LATE_ORDER_KEY_S] = key[LATE_KEY_S]
-    ring = row[STATE + 5 * int(rules[MAX_RUNNING]) :]
+    ring = row[STATE + 5 * int(server.rules[MAX_RUNNING]) :]
     size = ring.shape[0]
     at = (int(row[HEAD]) + int(row[WAITING])) % size
     for _ in range(int(row[WAITING])):
@@ -139,21 +176,13 @@ def _dequeue(row, ring):
 
 
 @compiled
-def _response_reward(rules, response, added):
-    """Reward of a placement, by its response time and what it adds to all of them together."""
-    reward = rules[pay.RESPONSE] * added
-    if response > rules[SLO_S]:
-        reward += rules[pay.SLO]
-    return reward + rules[pay.TAIL] * max(response - rules[pay.TAIL_AFTER_S], 0.0)
-
-
-@compiled
-def _advance_server(row, rules, params, requests, outcomes, until):
+def _advance_server(server, until):
     """Run one server up to and including `until`.
 
     Returns:
         Completions, SLO violations, and the sum of response times, seconds.
     """
+    row, params, rules, requests, outcomes = server
     most = int(rules[MAX_RUNNING])
     finish = row[STATE + 2 * most : STATE + 3 * most]
     ring = row[STATE + 5 * most :]
@@ -187,10 +216,7 @@ def _advance_server(row, rules, params, requests, outcomes, until):
         completed += 1
         if response > rules[SLO_S]:
             violated += 1
-        recent = row[RECENT_RESPONSE_S]
-        row[RECENT_RESPONSE_S] = (
-            response if math.isnan(recent) else recent + RECENT_WEIGHT * (response - recent)
-        )
+        row[RECENT_RESPONSE_S] = ob.recent_mean_s(row[RECENT_RESPONSE_S], response)
         row[TOKENS] -= requests[index, TRUE_TOTAL]
         row[PREDICTED] -= requests[index, PREDICTED_TOTAL]
         if row[WAITING] > 0.0:
@@ -198,10 +224,10 @@ def _advance_server(row, rules, params, requests, outcomes, until):
             # Keys only grow: the head is the right one where it is not late, or was set back.
             while outcomes[waiting, LATE_FROM_S] < now:
                 back = outcomes[waiting, LATE_ORDER_KEY_S], math.inf, math.inf
-                _enqueue(row, rules, outcomes, waiting, back)
+                _enqueue(server, waiting, back)
                 waiting = _dequeue(row, ring)
             row[PREDICTED_WAITING] -= requests[waiting, PREDICTED_TOTAL]
-            _start(row, rules, params, requests, slot, waiting, now)
+            _start(server, slot, waiting, now)
         else:
             last = running - 1
             for block in range(3):
@@ -223,56 +249,54 @@ def _advance_server(row, rules, params, requests, outcomes, until):
 
 
 @compiled
-def copy_server(source, rules, target):
-    """Copy what a server holds, leaving out the empty places of its queue."""
-    ring_at = STATE + 5 * int(rules[MAX_RUNNING])
-    for place in range(ring_at):
-        target[place] = source[place]
-    for ahead in range(int(source[WAITING])):
-        place = ring_at + (int(source[HEAD]) + ahead) % (source.shape[0] - ring_at)
-        target[place] = source[place]
-
-
-@compiled
-def _played_out_s(row, rules, params, requests, outcomes, ahead):
+def _played_out_s(cluster, server):
     """Sum of response times, seconds, of all that a server holds, as if nothing more came.
 
-    The second part of `ahead` has the outcome of each then.
+    `ahead_outcomes` has the outcome of each then. The empty places of the queue are not copied.
     """
-    played, theirs = ahead
-    copy_server(row, rules, played)
-    ring = row[STATE + 5 * int(rules[MAX_RUNNING]) :]
+    row, played, theirs = server.row, cluster.ahead_row, cluster.ahead_outcomes
+    ring_at = STATE + 5 * int(cluster.rules[MAX_RUNNING])
+    for place in range(ring_at):
+        played[place] = row[place]
     for number in range(int(row[WAITING])):
-        index = int(ring[(int(row[HEAD]) + number) % ring.shape[0]])
+        place = ring_at + (int(row[HEAD]) + number) % (row.shape[0] - ring_at)
+        played[place] = row[place]
         for column in range(NUM_OUTCOME):
-            theirs[index, column] = outcomes[index, column]
-    _, _, total_s = _advance_server(played, rules, params, requests, theirs, math.inf)
-    return total_s
+            theirs[int(row[place]), column] = server.outcomes[int(row[place]), column]
+    ahead = ServerView(played, server.params, server.rules, server.requests, theirs)
+    return _advance_server(ahead, math.inf)[2]
 
 
-@compiled
-def place(row, rules, params, requests, outcomes, index, server, now, key):
-    """Give request `index` to a server that has been advanced to `now`.
+@compiled_inline
+def _place(cluster, copy, index, number, asked):
+    """Give request `index` to the server of that number, which has been advanced to now.
+
+    Where it has to wait, it waits by what is asked for (`bounded_key`).
 
     Returns:
         Whether it was accepted, and its response time in seconds if none goes before it that comes
         later (NaN where capacity is shared, or where it was dropped).
     """
+    server, now = _server_of(cluster, copy, number), cluster.clock[copy, NOW_S]
+    row, params, rules, requests, outcomes = server
+    for other in range(cluster.params.shape[0]):
+        outcomes[index, WAITING_SEEN] += cluster.state[copy, other, WAITING]
     running = int(row[RUNNING])
     waiting = int(row[WAITING])
     slots = int(params[SLOTS])
     full = waiting >= rules[QUEUE_LIMIT] and running >= slots
     if full or (rules[DROP_AT_CAPACITY] and running + waiting >= params[CONCURRENCY]):
         return False, math.nan
-    outcomes[index, SERVER] = server
+    outcomes[index, SERVER] = number
     row[TOKENS] += requests[index, TRUE_TOTAL]
     row[PREDICTED] += requests[index, PREDICTED_TOTAL]
     most = int(rules[MAX_RUNNING])
     if running < slots:
-        _start(row, rules, params, requests, running, index, now)
+        _start(server, running, index, now)
         row[RUNNING] += 1.0
     else:
-        _enqueue(row, rules, outcomes, index, key)
+        key = bounded_key(asked, requests[index, ARRIVAL_S], now, rules[MAX_OVERTAKING_S])
+        _enqueue(server, index, key)
         row[PREDICTED_WAITING] += requests[index, PREDICTED_TOTAL]
     if rules[SHARING]:
         return True, math.nan
@@ -283,8 +307,9 @@ def place(row, rules, params, requests, outcomes, index, server, now, key):
 
 
 @compiled
-def _predicted_wait_s(row, rules, params, requests, now):
+def _predicted_wait_s(server, now):
     """Time until a request placed now would start, by the sizes that the router knows."""
+    row, params, rules, requests, _ = server
     running = int(row[RUNNING])
     slots = int(params[SLOTS])
     speed = params[SLOT_TOKENS_PER_S]
@@ -310,21 +335,23 @@ def _predicted_wait_s(row, rules, params, requests, now):
     return free[_argmin(free)]
 
 
-@compiled
-def fill_table(state, rules, params, requests, now, table):
+@compiled_inline
+def fill_table(cluster, copy):
     """Write what the router may know of one copy's servers."""
-    for server in range(params.shape[0]):
-        row = state[server]
-        out = table[server]
-        out[ob.TOKENS_PER_S] = params[server, SLOT_TOKENS_PER_S]
-        out[ob.NUM_SLOTS] = params[server, SLOTS]
-        out[ob.MAX_CONCURRENCY] = params[server, CONCURRENCY]
+    now = cluster.clock[copy, NOW_S]
+    for number in range(cluster.params.shape[0]):
+        server = _server_of(cluster, copy, number)
+        row, params = server.row, server.params
+        out = cluster.tables[copy, number]
+        out[ob.TOKENS_PER_S] = params[SLOT_TOKENS_PER_S]
+        out[ob.NUM_SLOTS] = params[SLOTS]
+        out[ob.MAX_CONCURRENCY] = params[CONCURRENCY]
         out[ob.NUM_WAITING] = row[WAITING]
         out[ob.NUM_RUNNING] = row[RUNNING]
         out[ob.TOKENS_IN_FLIGHT] = max(row[PREDICTED], 0.0)
-        out[ob.WAIT_S] = _predicted_wait_s(row, rules, params[server], requests, now)
+        out[ob.WAIT_S] = _predicted_wait_s(server, now)
         out[ob.MEAN_RESPONSE_S] = row[RECENT_RESPONSE_S]
-        out[ob.SPEED_RANK] = params[server, RANK]
+        out[ob.SPEED_RANK] = params[RANK]
         out[ob.ROUTABLE] = 1.0
         out[ob.OVERTAKEN_S] = 0.0
         out[ob.NUM_BEFORE] = 0.0
@@ -347,72 +374,59 @@ def _balance(state, params):
     return 1.0 - math.sqrt(max(squares / num - mean * mean, 0.0)) / (mean + BALANCE_EPSILON)
 
 
-@compiled
-def _note_waiting(state, outcomes, index):
-    """Count the requests that wait when one is placed."""
-    for server in range(state.shape[0]):
-        outcomes[index, WAITING_SEEN] += state[server, WAITING]
-
-
-@compiled
-def _decide(state, rules, params, requests, outcomes, index, server, now, key, is_ordered, ahead):
+@compiled_inline
+def _decide(cluster, copy, index, number, asked):
     """Place one request and return the reward terms that are due at the decision.
 
     Where keys order queues, what the server holds is played to its end with it and without it.
     """
-    row = state[server]
-    _note_waiting(state, outcomes, index)
-    looks = rules[PAYS_RESPONSES] != 0.0 and is_ordered
+    rules = cluster.rules
+    server = _server_of(cluster, copy, number)
+    row, params = server.row, server.params
+    looks = rules[PAYS_RESPONSES] != 0.0 and cluster.clock[copy, IS_ORDERED] != 0.0
     before = 0.0
     if looks:
-        before = _played_out_s(row, rules, params[server], requests, outcomes, ahead)
+        before = _played_out_s(cluster, server)
     reward = rules[QUEUE] * row[WAITING]
-    reward += rules[PROCESSING] * requests[index, TRUE_TOTAL] / params[server, SLOT_TOKENS_PER_S]
-    if row[RUNNING] + row[WAITING] >= params[server, CONCURRENCY]:
+    reward += rules[PROCESSING] * server.requests[index, TRUE_TOTAL] / params[SLOT_TOKENS_PER_S]
+    if row[RUNNING] + row[WAITING] >= params[CONCURRENCY]:
         reward += rules[OVERLOAD]
-    accepted, response = place(
-        row, rules, params[server], requests, outcomes, index, server, now, key
-    )
+    accepted, response = _place(cluster, copy, index, number, asked)
     reward += rules[pay.ACCEPT] if accepted else rules[pay.DROP]
     if rules[BALANCE] != 0.0:
-        reward += rules[BALANCE] * _balance(state, params)
+        reward += rules[BALANCE] * _balance(cluster.state[copy], cluster.params)
     if rules[PAYS_RESPONSES] and accepted:
         added = response
         if looks:
-            added = _played_out_s(row, rules, params[server], requests, outcomes, ahead) - before
-            response = ahead[1][index, RESPONSE_S]
-        reward += _response_reward(rules, response, added)
+            added = _played_out_s(cluster, server) - before
+            response = cluster.ahead_outcomes[index, RESPONSE_S]
+        reward += pay.response_reward(rules, response, added, rules[SLO_S])
     return reward
 
 
-@compiled
-def advance(state, rules, params, requests, outcomes, until):
+@compiled_inline
+def _advance(cluster, copy, until):
     """Run one copy's servers up to `until`; return the reward terms due at completions."""
     completed = 0
     violated = 0
-    for server in range(params.shape[0]):
-        done, violations, _ = _advance_server(
-            state[server], rules, params[server], requests, outcomes, until
-        )
+    for number in range(cluster.params.shape[0]):
+        done, violations, _ = _advance_server(_server_of(cluster, copy, number), until)
         completed += done
         violated += violations
-    return rules[pay.COMPLETE] * completed + rules[pay.SLO_AT_COMPLETION] * violated
+    return cluster.rules[pay.COMPLETE] * completed + cluster.rules[pay.SLO_AT_COMPLETION] * violated
 
 
 @compiled
-def _asked_key(order, rules, requests, index, row):
+def _asked_key(order, rules, request, seen):
     """What an order asks for at a server (`scores.order.order_key`); first come asks for none."""
     if is_first_come(order):
         return LAST
-    request = requests[index]
     output = request[PREDICTED_TOTAL] - request[CONTEXT]
-    return order_key(order, request[ARRIVAL_S], rules[SLO_S], request[CONTEXT], output, 0.0, row)
+    return order_key(order, request[ARRIVAL_S], rules[SLO_S], request[CONTEXT], output, 0.0, seen)
 
 
 @compiled
-def step(
-    params, rules, state, clock, requests, outcomes, tables, asked, order, ahead, actions, rewards
-):  # fmt: skip
+def step(cluster, actions, rewards):
     """Place the waiting request of every copy and run to the moment of the next decision.
 
     What is `asked` is used up: it is NaN afterwards.
@@ -424,52 +438,50 @@ def step(
         The first copy whose action names no server, or whose stream is over; -1 if none.
         Nothing is changed in that case.
     """
-    for copy in range(state.shape[0]):
-        over = clock[copy, INDEX] >= requests.shape[1]
-        if not clock[copy, SKIP] and (over or not 0 <= actions[copy] < params.shape[0]):
+    rules, num_requests = cluster.rules, cluster.requests.shape[1]
+    for copy in range(cluster.state.shape[0]):
+        clock = cluster.clock[copy]
+        over = clock[INDEX] >= num_requests
+        if not clock[SKIP] and (over or not 0 <= actions[copy] < cluster.params.shape[0]):
             return copy
-    for copy in range(state.shape[0]):
-        if clock[copy, SKIP]:
-            clock[copy, SKIP] = 0.0
-            rewards[copy] = 0.0
+    for copy in range(cluster.state.shape[0]):
+        clock = cluster.clock[copy]
+        rewards[copy] = 0.0
+        if clock[SKIP]:
+            clock[SKIP] = 0.0
         else:
-            index = int(clock[copy, INDEX])
-            now = clock[copy, NOW_S]
-            ask = asked[copy, KEY_S], asked[copy, LATE_AT_S], asked[copy, LATE_KEY_S]
+            index = int(clock[INDEX])
+            request, asked = cluster.requests[copy, index], cluster.asked[copy]
+            ask = asked[KEY_S], asked[LATE_AT_S], asked[LATE_KEY_S]
             if math.isnan(ask[KEY_S]):
-                ask = _asked_key(order, rules, requests[copy], index, tables[copy, actions[copy]])
+                ask = _asked_key(cluster.order, rules, request, cluster.tables[copy, actions[copy]])
             if not math.isnan(ask[KEY_S]):
-                clock[copy, IS_ORDERED] = 1.0
-            key = bounded_key(ask, requests[copy, index, ARRIVAL_S], now, rules[MAX_OVERTAKING_S])
-            rewards[copy] = _decide(
-                state[copy], rules, params, requests[copy], outcomes[copy],
-                index, actions[copy], now, key, clock[copy, IS_ORDERED] != 0.0, ahead,
-            )  # fmt: skip
+                clock[IS_ORDERED] = 1.0
+            rewards[copy] = _decide(cluster, copy, index, actions[copy], ask)
             index += 1
-            clock[copy, INDEX] = index
-            if index < requests.shape[1]:
-                clock[copy, NOW_S] = requests[copy, index, DISPATCH_S]
-                rewards[copy] += advance(
-                    state[copy], rules, params, requests[copy], outcomes[copy], clock[copy, NOW_S]
-                )
-        asked[copy] = LAST
-        fill_table(state[copy], rules, params, requests[copy], clock[copy, NOW_S], tables[copy])
+            clock[INDEX] = index
+            if index < num_requests:
+                clock[NOW_S] = cluster.requests[copy, index, DISPATCH_S]
+                rewards[copy] += _advance(cluster, copy, clock[NOW_S])
+        cluster.asked[copy] = LAST
+        fill_table(cluster, copy)
     return -1
 
 
 @compiled
-def observe(rules, clock, requests, tables, mean_total_tokens, observations):
+def observe(cluster, mean_total_tokens, slo_s, observations):
     """Encode what the router sees in every copy; return how many numbers hit the bound.
 
     With `mean_total_tokens` above 0 it sees everything, and what a rule's costs are made from;
     else what the paper's agents see.
     """
     saturated = 0
-    for copy in range(tables.shape[0]):
-        request = requests[copy, min(int(clock[copy, INDEX]), requests.shape[1] - 1)]
+    for copy in range(cluster.tables.shape[0]):
+        index = min(int(cluster.clock[copy, INDEX]), cluster.requests.shape[1] - 1)
+        request = cluster.requests[copy, index]
         saturated += encode_shown(
             request[FEATURES:], request[CONTEXT], request[PREDICTED_TOTAL] - request[CONTEXT],
-            tables[copy], mean_total_tokens > 0.0, mean_total_tokens, rules[SLO_S],
+            cluster.tables[copy], mean_total_tokens > 0.0, mean_total_tokens, slo_s,
             observations[copy],
         )  # fmt: skip
     return saturated
@@ -477,38 +489,39 @@ def observe(rules, clock, requests, tables, mean_total_tokens, observations):
 
 @compiled
 def step_and_observe(
-    params, rules, state, clock, requests, outcomes, tables, asked, order, ahead, actions, rewards,
-    mean_total_tokens, observations,
+    params, rules, state, clock, requests, outcomes, tables, asked, order, ahead_row,
+    ahead_outcomes, actions, rewards, mean_total_tokens, slo_s, observations,
 ):  # fmt: skip
-    """`step`, then `observe`, in one call; return the results of both."""
-    wrong = step(
-        params, rules, state, clock, requests, outcomes, tables, asked, order, ahead, actions,
-        rewards,
-    )  # fmt: skip
+    """`step`, then `observe`, in one call; return the results of both.
+
+    It takes the arrays one by one: at every call numba asks for the types in a tuple anew.
+    """
+    cluster = ClusterArrays(params, rules, state, clock, requests, outcomes, tables, asked, order,
+                            ahead_row, ahead_outcomes)  # fmt: skip
+    wrong = step(cluster, actions, rewards)
     if wrong >= 0:
         return wrong, 0
-    return wrong, observe(rules, clock, requests, tables, mean_total_tokens, observations)
+    return wrong, observe(cluster, mean_total_tokens, slo_s, observations)
 
 
 @compiled
-def drain(params, rules, state, requests, outcomes, rewards):
+def drain(cluster, rewards):
     """Let every copy finish what it holds; fill in what that earns."""
-    for copy in range(state.shape[0]):
-        rewards[copy] = advance(
-            state[copy], rules, params, requests[copy], outcomes[copy], math.inf
-        )
+    for copy in range(cluster.state.shape[0]):
+        rewards[copy] = _advance(cluster, copy, math.inf)
 
 
-@compiled
-def _fill_places(state, rules, requests, outcomes, index, order, table):
+@compiled_inline
+def _fill_places(cluster, copy, index, order):
     """Write where a request would stand in each queue (`policies.places`)."""
-    for server in range(table.shape[0]):
-        row, seen = state[server], table[server]
+    requests, outcomes = cluster.requests[copy], cluster.outcomes[copy]
+    for server in range(cluster.params.shape[0]):
+        row, seen = cluster.state[copy, server], cluster.tables[copy, server]
         waiting = int(row[WAITING])
         if waiting == 0:
             continue
-        ring = row[STATE + 5 * int(rules[MAX_RUNNING]) :]
-        key_s = _asked_key(order, rules, requests, index, seen)[KEY_S]
+        ring = row[STATE + 5 * int(cluster.rules[MAX_RUNNING]) :]
+        key_s = _asked_key(order, cluster.rules, requests[index], seen)[KEY_S]
         tokens = 0.0
         behind = 0
         for place in range(waiting - 1, -1, -1):
@@ -520,39 +533,39 @@ def _fill_places(state, rules, requests, outcomes, index, order, table):
         fill_place(seen, waiting - behind, behind, tokens)
 
 
-@compiled
-def _place_by(state, rules, params, requests, outcomes, index, server, now, order, table):
+@compiled_inline
+def _arrive(cluster, copy, index):
+    """Run one copy to a request of its stream, and show what the router may know then."""
+    now = cluster.requests[copy, index, DISPATCH_S]
+    cluster.clock[copy, NOW_S] = now
+    _advance(cluster, copy, now)
+    fill_table(cluster, copy)
+
+
+@compiled_inline
+def _place_by(cluster, copy, index, number, order):
     """Place a request where it waits by an order, in a run that earns nothing."""
-    _note_waiting(state, outcomes, index)
-    asked = _asked_key(order, rules, requests, index, table[server])
-    key = bounded_key(asked, requests[index, ARRIVAL_S], now, rules[MAX_OVERTAKING_S])
-    place(state[server], rules, params[server], requests, outcomes, index, server, now, key)
+    request, seen = cluster.requests[copy, index], cluster.tables[copy, number]
+    _place(cluster, copy, index, number, _asked_key(order, cluster.rules, request, seen))
 
 
 @compiled
-def run_residual(params, rules, state, clock, requests, outcomes, tables, player, order):
+def run_residual(cluster, player, order, rewards):
     """Run every copy's whole stream under `residual_scores`, from empty to drained."""
     looks = looks_at_queues(player.correction.weights) and not is_first_come(order)
-    for copy in range(state.shape[0]):
-        clear(rules, state, clock, requests, outcomes, copy)
-        for index in range(requests.shape[1]):
-            now = requests[copy, index, DISPATCH_S]
-            advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
-            fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
+    for copy in range(cluster.state.shape[0]):
+        clear(cluster, copy)
+        for index in range(cluster.requests.shape[1]):
+            _arrive(cluster, copy, index)
             if looks:
-                _fill_places(
-                    state[copy], rules, requests[copy], outcomes[copy], index, order, tables[copy]
-                )
-            request = requests[copy, index]
+                _fill_places(cluster, copy, index, order)
+            request = cluster.requests[copy, index]
             server = residual_scores(
                 player, request[FEATURES:], request[CONTEXT],
-                request[PREDICTED_TOTAL] - request[CONTEXT], tables[copy],
+                request[PREDICTED_TOTAL] - request[CONTEXT], cluster.tables[copy],
             )  # fmt: skip
-            _place_by(
-                state[copy], rules, params, requests[copy], outcomes[copy], index, server, now,
-                order, tables[copy],
-            )  # fmt: skip
-        advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
+            _place_by(cluster, copy, index, server, order)
+    drain(cluster, rewards)
 
 
 @compiled
@@ -573,23 +586,15 @@ def _delay_rule(reserve_above_tokens, dump_server, slo_s, size_tokens, table):
 
 
 @compiled
-def run_delay_rule(
-    params, rules, state, clock, requests, outcomes, tables, reserve_above_tokens, dump_server,
-    order,
-):  # fmt: skip
+def run_delay_rule(cluster, reserve_above_tokens, dump_server, order, rewards):
     """Run every copy's whole stream under shortest expected delay or one of its variants."""
-    for copy in range(state.shape[0]):
-        clear(rules, state, clock, requests, outcomes, copy)
-        for index in range(requests.shape[1]):
-            now = requests[copy, index, DISPATCH_S]
-            advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
-            fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
+    for copy in range(cluster.state.shape[0]):
+        clear(cluster, copy)
+        for index in range(cluster.requests.shape[1]):
+            _arrive(cluster, copy, index)
             server = _delay_rule(
-                reserve_above_tokens, dump_server, rules[SLO_S],
-                requests[copy, index, PREDICTED_TOTAL], tables[copy],
+                reserve_above_tokens, dump_server, cluster.rules[SLO_S],
+                cluster.requests[copy, index, PREDICTED_TOTAL], cluster.tables[copy],
             )  # fmt: skip
-            _place_by(
-                state[copy], rules, params, requests[copy], outcomes[copy], index, server, now,
-                order, tables[copy],
-            )  # fmt: skip
-        advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
+            _place_by(cluster, copy, index, server, order)
+    drain(cluster, rewards)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +12,10 @@ from tokenyard.routing import observation
 from tokenyard.routing.equivariant import Layout
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores.order import FIRST_COME
-from tokenyard.routing.scores.residual import ResidualNetwork, rule_alone
+from tokenyard.routing.scores.residual import ResidualNetwork, make_player, rule_alone
 from tokenyard.routing.scores.waiting_key import LAST
 from tokenyard.routing.types import OrderKey
-from tokenyard.types import FloatArray
+from tokenyard.types import FloatArray, IntArray
 
 Actions = npt.NDArray[np.int64]
 Observations = npt.NDArray[np.float32]
@@ -25,6 +26,16 @@ class ServerCopies(ABC):
 
     Two simulators share nothing, and equal streams and actions give equal bytes.
     """
+
+    functions: ClassVar[Any]
+    """Compiled functions over `arrays`."""
+    skip_at: ClassVar[int]
+    placed_at: ClassVar[int]
+    """Columns of the clock: whether to ignore the next action, and placements so far."""
+    server_word: ClassVar[str]
+    arrays: Any
+    given: tuple[Any, ...]
+    """The arrays as `step_and_observe` of the compiled functions takes them."""
 
     def __init__(self, scenario: Scenario, num_copies: int, whole: bool) -> None:
         """Make room; `whole` observations show delays, tokens and memory of every server."""
@@ -72,9 +83,80 @@ class ServerCopies(ABC):
         """Run all streams to the end under the linear policy (`scores.linear.marginal_scores`)."""
         self.run_residual(rule_alone(weights), mean_total_tokens, order)
 
-    @abstractmethod
     def run_residual(
         self, correction: ResidualNetwork, mean_total_tokens: float,
         order: FloatArray = FIRST_COME,
     ) -> None:  # fmt: skip
         """Run all streams to the end under a corrected policy (`residual_scores`), in an order."""
+        num, slo_s = self.scenario.num_servers, self.scenario.slo_response_s
+        player = make_player(correction, num, mean_total_tokens, slo_s)
+        self.functions.run_residual(self.arrays, player, order, self.rewards)
+
+    def clear(self, copy: int) -> None:
+        """Empty one copy and go back to the start of its stream."""
+        self.functions.clear(self.arrays, copy)
+        self.functions.fill_table(self.arrays, copy)
+
+    def skip_next(self, copy: int) -> None:
+        """Ignore the next action of a copy that has just been loaded; it earns 0."""
+        self.arrays.clock[copy, self.skip_at] = 1.0
+
+    def num_placed(self) -> IntArray:
+        """Placements so far in every copy, shape (num_copies,)."""
+        placed: IntArray = self.arrays.clock[:, self.placed_at].astype(np.int64)
+        return placed
+
+    @abstractmethod
+    def undecided(self) -> bool:
+        """Whether any copy has a request left to be placed."""
+
+    def step(self, actions: Actions) -> FloatArray:
+        """Place every copy's waiting request and run to its next decision.
+
+        Args:
+            actions: Server of each copy's request, shape (num_copies,).
+
+        Returns:
+            Rewards, shape (num_copies,); a view that the next step overwrites.
+
+        Raises:
+            ValueError: An action names no server, or a stream of a cluster is over; nothing has
+                changed. Of a fleet, the action of a copy that has no request left is ignored.
+        """
+        wrong = self.functions.step(self.arrays, actions, self.rewards)
+        if wrong >= 0:
+            raise self._refused(wrong, actions)
+        return self.rewards
+
+    def observe(self) -> Observations:
+        """Encode what the router sees, shape (num_copies, size); a view, overwritten later."""
+        self.num_saturated += self.functions.observe(
+            self.arrays, self._shown_for_tokens, self.scenario.slo_response_s, self.observations
+        )
+        return self.observations
+
+    def step_and_observe(self, actions: Actions) -> tuple[Observations, FloatArray]:
+        """`step` and `observe` in one compiled call; returns views of both results."""
+        wrong, saturated = self.functions.step_and_observe(
+            *self.given, actions, self.rewards, self._shown_for_tokens,
+            self.scenario.slo_response_s, self.observations,
+        )  # fmt: skip
+        if wrong >= 0:
+            raise self._refused(wrong, actions)
+        self.num_saturated += saturated
+        return self.observations, self.rewards
+
+    def _refused(self, wrong: int, actions: Actions) -> ValueError:
+        return ValueError(
+            f"action {actions[wrong]} of copy {wrong} names no {self.server_word}; "
+            f"choose 0..{self.scenario.num_servers - 1}"
+        )
+
+    def drain(self) -> FloatArray:
+        """Let every copy finish what it holds, so that all response times are known.
+
+        Returns:
+            What completions have earned, shape (num_copies,); a view, overwritten later.
+        """
+        self.functions.drain(self.arrays, self.rewards)
+        return self.rewards

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from tokenyard.compiled import compiled
 from tokenyard.routing.scenario import RewardWeights
 from tokenyard.types import FloatArray
 
+_TERMS = (
+    "accept", "drop", "complete", "slo_at_completion", "response", "slo", "tail", "tail_after_s",
+)  # fmt: skip
+"""Of `RewardWeights`, in the order of their numbers."""
 (
     ACCEPT, DROP, COMPLETE, SLO_AT_COMPLETION, RESPONSE, SLO, TAIL, TAIL_AFTER_S, NUM_REWARDS,
 ) = range(9)  # fmt: skip
@@ -14,15 +19,14 @@ from tokenyard.types import FloatArray
 
 def reward_rules(reward: RewardWeights) -> FloatArray:
     """Lay weights out, shape (NUM_REWARDS,)."""
-    return np.array(
-        [
-            reward.accept,
-            reward.drop,
-            reward.complete,
-            reward.slo_at_completion,
-            reward.response,
-            reward.slo,
-            reward.tail,
-            reward.tail_after_s,
-        ]
-    )
+    return np.array([getattr(reward, term) for term in _TERMS])
+
+
+@compiled
+def response_reward(rules: FloatArray, response: float, added: float, slo_s: float) -> float:
+    """Reward of a placement, by its response time and what it adds to all of them together."""
+    reward: float = rules[RESPONSE] * added
+    if response > slo_s:
+        reward += rules[SLO]
+    reward += rules[TAIL] * max(response - rules[TAIL_AFTER_S], 0.0)
+    return reward

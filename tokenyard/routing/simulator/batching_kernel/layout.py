@@ -118,8 +118,6 @@ NOW_S, NEXT, CURRENT, EVENT, RETRY_HEAD, RETRY_COUNT, SKIP, PLACED, NUM_CLOCK = 
     KV_SEEN, MET, NUM_OUTCOME,
 ) = range(17)  # fmt: skip
 
-RECENT_WEIGHT = 0.1
-"""Weight of the newest completion in the exponential mean of response times."""
 LATENCY_BINS = 96
 LATENCY_BIN_START_S = 1e-4
 LATENCY_BINS_PER_E = 8.0

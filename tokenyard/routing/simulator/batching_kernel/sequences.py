@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from tokenyard.compiled import compiled, compiled_inline
+from tokenyard.routing import observation as ob
 from tokenyard.routing.simulator import rewards as pay
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.clients import ask_again
@@ -137,10 +138,7 @@ def _complete(replica, which, now):
     ask_again(requests, replica.turns, replica.pending, index, now)
     own = replica.own[int(requests[index, lay.ROUTER])]
     response = now - requests[index, lay.ARRIVAL_S]
-    recent = own[lay.OWN_RESPONSE_S]
-    own[lay.OWN_RESPONSE_S] = (
-        response if math.isnan(recent) else recent + lay.RECENT_WEIGHT * (response - recent)
-    )
+    own[lay.OWN_RESPONSE_S] = ob.recent_mean_s(own[lay.OWN_RESPONSE_S], response)
     row[lay.EARNED] += replica.rules[pay.COMPLETE]
     if _met(requests, replica.outcomes, index):
         replica.outcomes[index, lay.MET] = 1.0

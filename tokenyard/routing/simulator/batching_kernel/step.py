@@ -31,16 +31,6 @@ from tokenyard.routing.simulator.batching_kernel.view import fill_table
 
 
 @compiled
-def _add_reward(rules, requests, index, response, added):
-    """Reward of one placement, by the response time that it is looked to have."""
-    tail_s = max(response - rules[pay.TAIL_AFTER_S], 0.0)
-    reward = rules[pay.RESPONSE] * added + rules[pay.TAIL] * tail_s
-    if response > requests[index, lay.SLO_RESPONSE_S]:
-        reward += rules[pay.SLO]
-    return reward
-
-
-@compiled
 def place(fleet, copy, server, asked):
     """Send the current request to a replica; return the reward that is due at once.
 
@@ -68,9 +58,8 @@ def place(fleet, copy, server, asked):
     row = replica.row
     # Before it is submitted: the router acknowledges who has hung up at once.
     track_request(replica, index, fleet.tables[copy, server, ob.MATCH_TOKENS])
-    key = bounded_key(
-        asked, fleet.requests[copy, index, lay.ARRIVAL_S], now, rules[lay.MAX_OVERTAKING_S]
-    )
+    request = fleet.requests[copy, index]
+    key = bounded_key(asked, request[lay.ARRIVAL_S], now, rules[lay.MAX_OVERTAKING_S])
     if not submit(replica, index, now, key):
         router_acknowledge(replica, index, 0.0)
         return 0.0 if requeue(fleet, copy, index, now) else rules[pay.DROP]
@@ -78,11 +67,9 @@ def place(fleet, copy, server, asked):
     reward = rules[pay.ACCEPT]
     if rules[lay.LOOKS_AHEAD]:
         finishes, finish, joules = look_ahead(replica, fleet.scratch, index)
+        arrival, slo = request[lay.ARRIVAL_S], request[lay.SLO_RESPONSE_S]
         added = finishes - row[lay.FINISH_SUM_S] - now
-        reward += _add_reward(
-            rules, fleet.requests[copy], index, finish - fleet.requests[copy, index, lay.ARRIVAL_S],
-            added + now - fleet.requests[copy, index, lay.ARRIVAL_S],
-        )  # fmt: skip
+        reward += pay.response_reward(rules, finish - arrival, added + now - arrival, slo)
         reward += rules[lay.ENERGY] * (joules - row[lay.LOOKED_J])
         row[lay.FINISH_SUM_S] = finishes
         row[lay.LOOKED_J] = joules
