@@ -33,6 +33,11 @@ _IMPORTED = re.compile(rb"^from (tokenyard[\w.]*) import (\([^)]*\)|[^\n]*)", re
 _CONSTANT = re.compile(rb"\b[A-Z][A-Z0-9_]+\b")
 
 
+def _njit(function: Function, **options: Any) -> Function:
+    result: Function = numba.njit(cache=True, error_model="numpy", **options)(function)
+    return result
+
+
 def compiled(function: Function) -> Function:
     """Compile a function that allocates nothing; the plain form stays reachable as `py_func`.
 
@@ -40,23 +45,17 @@ def compiled(function: Function) -> Function:
     simulator's step twice as fast; in return a compiled function must not create arrays: it
     works in those it is given. Division follows IEEE, as in numpy, without checks.
     """
-    options: dict[str, Any] = {"cache": True, "error_model": "numpy", "_nrt": False}
-    result: Function = numba.njit(**options)(function)
-    return result
+    return _njit(function, _nrt=False)
 
 
 def compiled_inline(function: Function) -> Function:
     """Compile a function that allocates nothing into every caller: where passing arrays costs."""
-    options: dict[str, Any] = {"error_model": "numpy", "_nrt": False, "forceinline": True}
-    result: Function = numba.njit(cache=True, **options)(function)
-    return result
+    return _njit(function, _nrt=False, forceinline=True)
 
 
 def compiled_with_arrays(function: Function) -> Function:
     """Compile a function that may create arrays; slicing costs it a count of references."""
-    options: dict[str, Any] = {"cache": True, "error_model": "numpy"}
-    result: Function = numba.njit(**options)(function)
-    return result
+    return _njit(function)
 
 
 def source_key(package: Path = PACKAGE) -> str:

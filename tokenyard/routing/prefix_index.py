@@ -31,19 +31,11 @@ _MIX_KEY = np.uint64(0xC2B2AE3D27D4EB4F)
 _ROOT = int(_MIX_KEY.astype(np.int64))
 
 # Columns of the links of a holding, which stands for a block at a replica.
-_OLDER = 0
-_NEWER = 1
-_REASONS = 2
-_NUM_LINKS = 3
+_OLDER, _NEWER, _REASONS, _NUM_LINKS = range(4)
 # Columns of the ends of a replica's list.
-_OLDEST = 0
-_NEWEST = 1
-_NUM_HELD = 2
-_NUM_ENDS = 3
+_OLDEST, _NEWEST, _NUM_HELD, _NUM_ENDS = range(4)
 # What is counted of entries of either table.
-_NUM_USED = 0
-_FIRST_FREE = 1
-_NUM_EVER = 2
+_NUM_USED, _FIRST_FREE, _NUM_EVER = range(3)
 _NOBODY = -1
 # Why a row has a block: how many prompts with it are on their way, and whether it is stored; or
 # that it was sent there lately.

@@ -23,45 +23,26 @@ from tokenyard.routing.types import (
 )
 from tokenyard.types import FloatArray, IntArray
 
-# Columns of the state, what is fixed first; units as in `ReplicaSnapshot` and `EngineSnapshot`.
-STATE_TOKENS_PER_S = 0
-STATE_MAX_BATCH = 1
-STATE_ITERATION_S = 2
-STATE_PREFILL_TOKEN_S = 3
-STATE_SEQUENCE_S = 4
-STATE_KV_TOKEN_S = 5
-STATE_TOKEN_BUDGET = 6
-STATE_KV_CAPACITY_TOKENS = 7
-NUM_FIXED = 8
-# What the replica published, and how many of its requests in flight were this router's then.
-STATE_PUBLISHED_WAITING = 8
-STATE_PUBLISHED_RUNNING = 9
-STATE_PUBLISHED_KV_USED = 10
-STATE_PUBLISHED_AT_S = 11
-STATE_ACCEPTING = 12
-STATE_SENT_WHEN_PUBLISHED = 13
-# What this router sent to the replica and has not got back.
-STATE_IN_FLIGHT = 14
-STATE_PREFILL_IN_FLIGHT = 15
-STATE_OUTPUT_IN_FLIGHT = 16
-STATE_MEAN_RESPONSE_S = 17
-STATE_LAST_SENT_S = 18
-STATE_POOL = 19
-"""Number of the replica's pool."""
-NUM_STATE = 20
+# Columns of the state; units as in `ReplicaSnapshot` and `EngineSnapshot`. First what is fixed;
+# then what the replica published, and how many of its requests in flight were this router's then;
+# then what this router sent to it and has not got back, and the number of the replica's pool.
+(
+    STATE_TOKENS_PER_S, STATE_MAX_BATCH, STATE_ITERATION_S, STATE_PREFILL_TOKEN_S,
+    STATE_SEQUENCE_S, STATE_KV_TOKEN_S, STATE_TOKEN_BUDGET, STATE_KV_CAPACITY_TOKENS,
+    STATE_PUBLISHED_WAITING, STATE_PUBLISHED_RUNNING, STATE_PUBLISHED_KV_USED,
+    STATE_PUBLISHED_AT_S, STATE_ACCEPTING, STATE_SENT_WHEN_PUBLISHED, STATE_IN_FLIGHT,
+    STATE_PREFILL_IN_FLIGHT, STATE_OUTPUT_IN_FLIGHT, STATE_MEAN_RESPONSE_S, STATE_LAST_SENT_S,
+    STATE_POOL, NUM_STATE,
+) = range(21)  # fmt: skip
+NUM_FIXED = STATE_PUBLISHED_WAITING
 
-# Columns of what is live in a decision.
-LIVE_NUM_WAITING = 0
-LIVE_NUM_RUNNING = 1
-LIVE_KV_USED_FRACTION = 2
-LIVE_PREFILL_TOKENS = 3
-LIVE_OUTPUT_TOKENS = 4
-LIVE_MATCH_TOKENS = 5
-LIVE_RESPONSE_S = 6
-LIVE_OBSERVED_AT_S = 7
-LIVE_SENT_S = 8
-"""When the replica was last sent a request, Unix time; no part of a snapshot."""
-NUM_LIVE = 9
+# Columns of what is live in a decision. The last is no part of a snapshot: when the replica was
+# last sent a request, Unix time.
+(
+    LIVE_NUM_WAITING, LIVE_NUM_RUNNING, LIVE_KV_USED_FRACTION, LIVE_PREFILL_TOKENS,
+    LIVE_OUTPUT_TOKENS, LIVE_MATCH_TOKENS, LIVE_RESPONSE_S, LIVE_OBSERVED_AT_S, LIVE_SENT_S,
+    NUM_LIVE,
+) = range(10)  # fmt: skip
 
 
 @compiled
