@@ -108,18 +108,6 @@ def _follow_sed(
 
 
 @compiled
-def _place_by_sed(
-    free_s: FloatArray, speeds: FloatArray, requests: FloatArray, actions: Actions
-) -> None:
-    """Fill `actions` with the server of every request under SED; uses up `free_s`."""
-    for index in range(requests.shape[0]):
-        tokens = requests[index, _TOKENS]
-        dispatch_s = requests[index, _DISPATCH_S]
-        actions[index] = _sed(free_s, speeds, dispatch_s, tokens)
-        _place(free_s, speeds, actions[index], dispatch_s, tokens)
-
-
-@compiled
 def _backlog_s(free_s: FloatArray, speeds: FloatArray, now_s: float) -> float:
     """Time that all servers together need for what they hold, seconds."""
     tokens = 0.0
@@ -283,21 +271,8 @@ def _terms(scenario: Scenario, objective: BoundObjective, traffic: FloatArray) -
     return np.array([scenario.slo_response_s, _MISS_COST_S[objective], backlog_cost_per_s])
 
 
-def _speeds(scenario: Scenario) -> FloatArray:
-    return np.array([server.tokens_per_s for server in scenario.servers])
-
-
-def _replay(scenario: Scenario, requests: FloatArray, actions: Actions) -> Outcomes:
-    sim = ClusterSim(scenario, 1, len(requests))
-    sim.load(0, requests)
-    for action in actions[:, None]:
-        sim.step(action)
-    sim.drain()
-    return sim.view().outcomes()
-
-
 def exact_sed(scenario: Scenario, requests: FloatArray) -> Outcomes:
-    """Place by shortest expected delay with true sizes: what the clairvoyant begins at.
+    """Place by shortest expected delay with true sizes: a beam of one that looks at no future.
 
     Args:
         scenario: Serial servers that queue.
@@ -306,10 +281,7 @@ def exact_sed(scenario: Scenario, requests: FloatArray) -> Outcomes:
     Raises:
         ValueError: The servers are not serial, or drop requests.
     """
-    _require_serial(scenario)
-    actions = np.zeros(len(requests), dtype=np.int64)
-    _place_by_sed(np.zeros(scenario.num_servers), _speeds(scenario), requests, actions)
-    return _replay(scenario, requests, actions)
+    return _searched(scenario, requests, "mean", 1, 0)
 
 
 def clairvoyant(
@@ -335,18 +307,31 @@ def clairvoyant(
     Raises:
         ValueError: The servers are not serial, or drop requests.
     """
+    beam = _searched(scenario, requests, objective, beam_width, horizon)
+    sed = exact_sed(scenario, requests)
+    return min(beam, sed, key=lambda outcomes: _mean_cost_s(outcomes, scenario, objective))
+
+
+def _searched(
+    scenario: Scenario, requests: FloatArray, objective: BoundObjective, beam_width: int,
+    horizon: int,
+) -> Outcomes:  # fmt: skip
     _require_serial(scenario)
     num, num_servers = len(requests), scenario.num_servers
     children = beam_width * num_servers
     parents, moves = np.zeros((2, num, beam_width), dtype=np.int64)
+    speeds = np.array([server.tokens_per_s for server in scenario.servers])
     _search(
-        _speeds(scenario), _terms(scenario, objective, requests), requests, horizon,
+        speeds, _terms(scenario, objective, requests), requests, horizon,
         np.zeros((beam_width + children + 1, num_servers)), np.zeros(beam_width + children),
         np.empty(children), np.empty(children, dtype=np.int64), parents, moves,
     )  # fmt: skip
-    found = _replay(scenario, requests, _trace_back(parents, moves))
-    sed = exact_sed(scenario, requests)
-    return min(found, sed, key=lambda outcomes: _mean_cost_s(outcomes, scenario, objective))
+    sim = ClusterSim(scenario, 1, num)
+    sim.load(0, requests)
+    for action in _trace_back(parents, moves)[:, None]:
+        sim.step(action)
+    sim.drain()
+    return sim.view().outcomes()
 
 
 def _trace_back(parents: Actions, moves: Actions) -> Actions:
