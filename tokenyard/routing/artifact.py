@@ -109,6 +109,10 @@ class PolicyArtifact(Artifact[ArtifactMetadata]):
         """Whether it decides between replicas that batch continuously; None: between any."""
         return KINDS[self.metadata.kind].needs_engine(self)
 
+    def decide(self, sim: PolicySimulator) -> None:
+        """Run all streams of a simulator to the end under the greedy policy, in compiled code."""
+        KINDS[self.metadata.kind].run(self, sim)
+
 
 MakePolicy = Callable[[ArtifactMetadata, Arrays, datetime | None], ScoringPolicy]
 
@@ -120,7 +124,7 @@ class RoutingKind(Kind[PolicyArtifact]):
     policy: MakePolicy
     """Makes it for one stream of requests, with the calendar time of second 0."""
     run: Callable[[PolicyArtifact, PolicySimulator], None] = field(kw_only=True)
-    """Runs all streams of a simulator to the end under the greedy policy, in compiled code."""
+    """As `PolicyArtifact.decide`."""
     needs_engine: Callable[[PolicyArtifact], bool | None] = lambda artifact: None
     """Whether it decides between replicas that batch continuously; None: between any."""
 

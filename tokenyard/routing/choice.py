@@ -12,10 +12,9 @@ from tokenyard.problem import Row
 from tokenyard.routing import gate
 from tokenyard.routing.artifact import PolicyArtifact, rule_for
 from tokenyard.routing.problem import PROBLEM
-from tokenyard.routing.simulator import Decide
+from tokenyard.routing.simulator.run import run_compiled
 from tokenyard.routing.simulator.server_models import COMPARED
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource
-from tokenyard.routing.validation import policy_runs
 
 LOSSES, WINS, CHANGE = "losses", "wins", "delta_mean_over_parts"
 """Keys of how often a policy loses at the gate, whether it beats the best rule at the scenario's
@@ -56,10 +55,10 @@ class Judge:
         parts = gate.gate_streams(source, num_streams, recorded=recorded)
         self._gate = gate.Gate(PROBLEM, source, names, parts)
 
-    def __call__(self, policy: PolicyArtifact | Decide) -> Row:
+    def __call__(self, policy: PolicyArtifact) -> Row:
         """A policy's row at the scenario's load, and how it stands beside the rules."""
         scenario = self._source.scenario
-        rows = self._gate(lambda streams: policy_runs(scenario, streams, policy))
+        rows = self._gate(lambda streams: run_compiled(scenario, streams, policy.decide))
         beside = [row for row in rows if row["baseline"] == self.bar]
         at_load = next(row for row in beside if row["part"] == gate.FULL_LOAD)
         losses = sum(int(row["loses"]) for row in rows) + sum(map(gate.tail_is_longer, beside))

@@ -17,7 +17,7 @@ from tokenyard.routing.policies.order import IN_ORDER
 from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.policies.tuned import find_tuned
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.simulator.run import Run, run_compiled
+from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import (
     StreamSet,
@@ -177,7 +177,4 @@ def rule_runs(
     problem: RoutingProblem, name: str, scenario: Scenario, streams: StreamSet
 ) -> list[Run]:
     """Run a rule, compiled where it can be; rewards are not computed."""
-    decide = server_model(scenario).compiled(name)
-    if decide is not None:
-        return run_compiled(scenario, streams, decide)
     return list(problem.candidate(scenario, name).run(scenario.without_reward(), streams, 0))

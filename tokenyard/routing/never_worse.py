@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from tokenyard.problem import Row
-from tokenyard.routing.artifact import KINDS, PolicyArtifact
+from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.drawn_clusters import draw_wide
 from tokenyard.routing.rule_replay import Replay
 from tokenyard.routing.scenario import Scenario
@@ -173,7 +173,7 @@ def _of_file(artifact: PolicyArtifact, scenario: Scenario) -> Decide | None:
         )
     if bool(artifact.needs_engine) != (scenario.fleet is not None):
         return None
-    return partial(KINDS[metadata.kind].run, artifact)
+    return artifact.decide
 
 
 @cache

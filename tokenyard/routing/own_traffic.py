@@ -27,7 +27,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,6 @@ from tokenyard.problem import Row
 from tokenyard.provenance import lineage
 from tokenyard.routing.artifact import (
     DEFAULT_RULE,
-    KINDS,
     PolicyArtifact,
     lineage_of,
 )
@@ -64,10 +63,10 @@ from tokenyard.routing.rule_replay import Replay
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig, linear_weights, started_at
 from tokenyard.routing.search_study import OBJECTIVES
-from tokenyard.routing.simulator.run import Run
+from tokenyard.routing.simulator.run import Run, run_compiled
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, trace_streams
-from tokenyard.routing.validation import NAMES, artifact_runs
+from tokenyard.routing.validation import NAMES
 from tokenyard.statistics.jackknife import is_settled
 from tokenyard.workload.fit import fit_own
 from tokenyard.workload.trace import Trace
@@ -166,7 +165,7 @@ class Choice:
         """Run it over streams."""
         if self.artifact is None:
             return rule_runs(PROBLEM, self.name, scenario, streams)
-        return artifact_runs(scenario, streams, self.artifact)
+        return run_compiled(scenario, streams, self.artifact.decide)
 
     def check(self, scenario: Scenario, trace: Trace) -> None:
         """Refuse what cannot be compared on this traffic.
@@ -418,7 +417,7 @@ class OwnTraffic:
             return config
         if now.metadata.kind != "marginal":
             return config
-        runs = (partial(KINDS["marginal"].run, now), self._replay.rules[rule])
+        runs = (now.decide, self._replay.rules[rule])
         ours, theirs = (self._replay.rows(run)[:, NAMES.index("score")].mean() for run in runs)
         if ours <= theirs:
             return config

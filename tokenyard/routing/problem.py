@@ -24,13 +24,20 @@ from tokenyard.routing.artifact import (
     rule_for,
 )
 from tokenyard.routing.bounds import BOUNDS
-from tokenyard.routing.policies import BASELINES, PolicyContext, is_rule, make_policy, rows_for
+from tokenyard.routing.policies import BASELINES, is_rule, make_policy, rows_for
 from tokenyard.routing.policies.makers import MAKERS_NAMES, rule_of
 from tokenyard.routing.policies.order import ORDERS, Ordered, is_order, order_of
 from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.policy_file import SUFFIX, PolicyOfFile
 from tokenyard.routing.scenario import Scenario, load_scenario, scenario_names
-from tokenyard.routing.simulator.run import Run, run_compiled, run_each, run_policy
+from tokenyard.routing.simulator.run import (
+    Run,
+    context_of,
+    run_compiled,
+    run_each,
+    run_policy,
+    run_rule,
+)
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import (
     StreamSet,
@@ -41,7 +48,7 @@ from tokenyard.routing.simulator.streams import (
 )
 from tokenyard.routing.suites import SUITES
 from tokenyard.routing.types import RoutingPolicy
-from tokenyard.routing.validation import Validation, artifact_runs
+from tokenyard.routing.validation import Validation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,15 +99,15 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
             name = rule_of(name)
         if is_rule(name):
             # Report missing parameters before a long run.
-            make_policy(name, _context(scenario, np.random.default_rng(0)))
-            return Candidate(name, RULE, partial(_run_rule, name))
+            make_policy(name, context_of(scenario, np.random.default_rng(0)))
+            return Candidate(name, RULE, partial(run_rule, name))
         if name in BOUNDS:
             # One request suffices to refuse a bound that does not exist for the servers.
             BOUNDS[name](scenario, StreamSource(scenario).sample(1, np.random.default_rng(0)), 0)
             return Candidate(name, "bound, no policy", partial(_run_bound, name))
         rule = RuleName.parse(name)
         if str(rule.placement) == CHAMPION and is_order(rule.order):
-            order_of(rule, _context(scenario, np.random.default_rng(0)))
+            order_of(rule, context_of(scenario, np.random.default_rng(0)))
             return _champion_in_order(rule, scenario, registry)
         if name == CHAMPION:
             return _champion(scenario, registry)
@@ -173,7 +180,7 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         source = StreamSource(scenario)
         compare_at_gate = Gate(self, source, parts=gate_streams(source, num_streams))
         return lambda artifact: compare_at_gate(
-            lambda streams: artifact_runs(scenario, streams, artifact)
+            lambda streams: run_compiled(scenario, streams, artifact.decide)
         )
 
     def figures(
@@ -228,7 +235,7 @@ def _champion(
         artifact, words = _policy_of(scenario, registry=registry)
     except NoChampionError:
         rule = rule_for(scenario.name)
-        return Candidate(CHAMPION, f"the rule {rule}", partial(_run_rule, rule), rule)
+        return Candidate(CHAMPION, f"the rule {rule}", partial(run_rule, rule), rule)
     return Candidate(CHAMPION, words, partial(_run_trained, artifact))
 
 
@@ -251,20 +258,6 @@ def _policy_of(
     return artifact, f"{source}, {made}, {artifact.sha256}"
 
 
-def _context(scenario: Scenario, rng: np.random.Generator) -> PolicyContext:
-    return PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers)
-
-
-def _run_rule(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:
-    if not scenario.pays and (decide := server_model(scenario).compiled(name)) is not None:
-        return run_compiled(scenario, streams, decide)
-
-    def factory(rng: np.random.Generator) -> RoutingPolicy:
-        return make_policy(name, _context(scenario, rng))
-
-    return run_policy(scenario, streams, factory, seed)
-
-
 def _champion_in_order(
     name: RuleName, scenario: Scenario, registry: RegistryLookup | None
 ) -> Candidate[Scenario, StreamSet, Run]:
@@ -273,7 +266,7 @@ def _champion_in_order(
         artifact, words = _policy_of(scenario, registry=registry)
     except NoChampionError:
         rule = str(RuleName.parse(rule_for(scenario.name)).ordered(name.order))
-        return Candidate(str(name), f"the rule {rule}", partial(_run_rule, rule), rule)
+        return Candidate(str(name), f"the rule {rule}", partial(run_rule, rule), rule)
     return Candidate(str(name), words, partial(_run_in_order, name, artifact))
 
 
@@ -281,7 +274,7 @@ def _run_in_order(
     name: RuleName, artifact: PolicyArtifact, scenario: Scenario, streams: StreamSet, seed: int
 ) -> list[Run]:
     def factory(rng: np.random.Generator) -> RoutingPolicy:
-        return Ordered(_made(artifact, scenario), order_of(name, _context(scenario, rng)))
+        return Ordered(_made(artifact, scenario), order_of(name, context_of(scenario, rng)))
 
     return run_policy(scenario, streams, factory, seed)
 

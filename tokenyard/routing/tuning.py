@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from tokenyard.metrics import score
 from tokenyard.routing.evaluation import per_stream
 from tokenyard.routing.gate import FULL_LOAD, load_factors
-from tokenyard.routing.policies import PolicyContext, make_policy, public
+from tokenyard.routing.policies import public
 from tokenyard.routing.policies.delay import SedDump, SedReserve
 from tokenyard.routing.policies.order import IN_ORDER, ORDERS, SET_BACK, SET_BACKS, OrderRule
 from tokenyard.routing.policies.rule_name import RuleName, Term
@@ -23,7 +22,7 @@ from tokenyard.routing.policies.size_interval import SizeIntervals
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules, TunedRules
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator import Simulator, make_simulator
-from tokenyard.routing.simulator.run import PolicyFactory, run_compiled, run_policy
+from tokenyard.routing.simulator.run import Run, run_each, run_policy, run_rule
 from tokenyard.routing.simulator.server_models import (
     DELAY,
     TUNED_DELAY,
@@ -189,21 +188,8 @@ def _scores(
 ) -> FloatArray:
     """Score of a rule by name on each stream, made afresh for each."""
     # A score is of responses alone.
-    scenario = scenario.without_reward()
-    decide = server_model(scenario).compiled(name, rules)
-    if decide is None:
-        runs = run_policy(scenario, streams, _factory(scenario, name, rules), seed=0)
-    else:
-        runs = run_compiled(scenario, streams, decide)
+    runs = run_rule(name, scenario.without_reward(), streams, tuned=rules)
     return per_stream(scenario, runs)["score"]
-
-
-def _factory(scenario: Scenario, name: str, rules: TunedRules | None) -> PolicyFactory:
-    def factory(rng: np.random.Generator) -> RoutingPolicy:
-        context = PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers, rules)
-        return make_policy(name, context)
-
-    return factory
 
 
 def coordinate_descent(
@@ -249,15 +235,12 @@ class _Search:
         self._scenario = scenario.without_reward()
         self._streams = streams
         self._servers = server_model(scenario)
-        self._sim = make_simulator(scenario, len(streams), len(streams.requests[0]))
-        self._load()
-        self._sizes = self._sim.sizes_seen().copy()
+        sim = make_simulator(scenario, len(streams), len(streams.requests[0]))
+        for copy, stream in enumerate(streams.requests):
+            sim.load(copy, stream)
+        self._sizes = sim.sizes_seen()
         levels = np.linspace(0, 1, self._servers.num_sizes + 1)[1:]
         self._quantiles: list[float] = np.unique(np.quantile(self._sizes, levels)).tolist()
-
-    def _load(self) -> None:
-        for copy, stream in enumerate(self._streams.requests):
-            self._sim.load(copy, stream)
 
     def score_of(self, name: str, rules: TunedRules | None = None) -> float:
         """Mean score over streams of a rule by name, made afresh for each."""
@@ -266,6 +249,9 @@ class _Search:
     def _score_made(self, policy: RoutingPolicy) -> float:
         """Mean score over streams of a policy without memory."""
         runs = run_policy(self._scenario, self._streams, lambda rng: policy, seed=0)
+        return self._mean_score(runs)
+
+    def _mean_score(self, runs: Sequence[Run]) -> float:
         return float(per_stream(self._scenario, runs)["score"].mean())
 
     def scored_anew(
@@ -411,28 +397,17 @@ class _Search:
         # While all servers are up the rule looks at the size alone, so its choices are made before
         # the stream runs, which is several times faster than making snapshots.
         choices = [[rule.replica_of(size) for size in row] for row in self._sizes.tolist()]
-        sim = self._sim
-        self._load()
-        actions = np.zeros(len(choices), dtype=np.int64)
-        while sim.undecided():
-            for copy, row in enumerate(choices):
-                actions[copy] = self._sita_choice(sim, copy, rule, row)
-            sim.step(actions)
-        sim.drain()
-        slo_s = self._scenario.slo_response_s
-        outcomes = [sim.view(copy).outcomes() for copy in range(len(choices))]
-        return float(np.mean([score(o.offered_response_s, o.violations(slo_s)) for o in outcomes]))
 
-    def _sita_choice(
-        self, sim: Simulator, copy: int, rule: SizeIntervals, choices: Sequence[int]
-    ) -> int:
-        index = sim.view(copy).current()
-        if index < 0:
-            return 0
-        offered = sim.view(copy).offered()
-        if len(offered) == self._scenario.num_servers:
-            return choices[index]
-        return offered[rule.route(sim.view(copy).request(), sim.view(copy).snapshots())]
+        def choose(sim: Simulator, copy: int) -> int:
+            seen = sim.view(copy)
+            offered = seen.offered()
+            if len(offered) == self._scenario.num_servers:
+                return choices[copy][seen.current()]
+            return offered[rule.route(seen.request(), seen.snapshots())]
+
+        return self._mean_score(
+            run_each(self._scenario, self._streams, [choose] * len(self._streams))
+        )
 
 
 def _orders(speeds: Sequence[float], most: int) -> list[tuple[int, ...]]:

@@ -7,16 +7,12 @@ run after every iteration.
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
 from tokenyard import metrics
-from tokenyard.routing.artifact import KINDS, PolicyArtifact
-from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.simulator import Decide
+from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.simulator.constant_rate import Outcomes
-from tokenyard.routing.simulator.run import Run, run_compiled
+from tokenyard.routing.simulator.run import run_compiled
 from tokenyard.routing.simulator.streams import (
     StreamSet,
     StreamSource,
@@ -48,7 +44,7 @@ class Validation:
     def rows(self, artifact: PolicyArtifact) -> FloatArray:
         """What the greedy policy does on every stream, shape (num_streams, len(NAMES))."""
         slo_s = self._source.scenario.slo_response_s
-        runs = artifact_runs(self._source.scenario, self._streams, artifact)
+        runs = run_compiled(self._source.scenario, self._streams, artifact.decide)
         return np.array([outcome_row(run.outcomes, slo_s) for run in runs])
 
 
@@ -61,17 +57,3 @@ def outcome_row(outcomes: Outcomes, slo_s: float) -> tuple[float, float, float, 
         metrics.percentile(offered_s, 99.0),
         metrics.slo_violation_fraction(violations),
     )
-
-
-def artifact_runs(scenario: Scenario, streams: StreamSet, artifact: PolicyArtifact) -> list[Run]:
-    """Run the greedy policy of an artifact in compiled code; see `run_compiled`."""
-    return run_compiled(scenario, streams, partial(KINDS[artifact.metadata.kind].run, artifact))
-
-
-def policy_runs(
-    scenario: Scenario, streams: StreamSet, policy: PolicyArtifact | Decide
-) -> list[Run]:
-    """Run a policy file, or whatever runs compiled; see `run_compiled`."""
-    if isinstance(policy, PolicyArtifact):
-        return artifact_runs(scenario, streams, policy)
-    return run_compiled(scenario, streams, policy)

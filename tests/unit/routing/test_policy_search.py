@@ -21,9 +21,9 @@ from tokenyard.routing.search import (
     started_at,
     started_at_best_rule,
 )
+from tokenyard.routing.simulator.run import run_compiled
 from tokenyard.routing.simulator.server_models import order_weights_of
 from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
-from tokenyard.routing.validation import policy_runs
 
 SMALL = SearchConfig(
     population=8, num_elites=3, streams_per_generation=2, requests_per_stream=500,
@@ -201,7 +201,7 @@ def test_a_search_begins_like_the_rule_that_is_named(name, rule):
     source = StreamSource(scenario)
     streams = synthetic_streams(source, 1, seed=3)
     search = PolicySearch(scenario, started_at(scenario, rule, SMALL))
-    (ours,) = policy_runs(scenario, streams, search.artifact())
+    (ours,) = run_compiled(scenario, streams, search.artifact().decide)
     (theirs,) = PROBLEM.candidate(scenario, rule).run(scenario, streams, 0)
     np.testing.assert_array_equal(ours.outcomes.response_s, theirs.outcomes.response_s)
 

@@ -11,10 +11,13 @@ from functools import partial
 
 import numpy as np
 
+from tokenyard.routing.policies import PolicyContext, make_policy
+from tokenyard.routing.policies.tuned import TunedRules
 from tokenyard.routing.scenario import NO_REWARD, Scenario
 from tokenyard.routing.simulator import Decide, Simulator, make_simulator
 from tokenyard.routing.simulator.batching_streams import Stream
 from tokenyard.routing.simulator.constant_rate import Outcomes
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet
 from tokenyard.routing.types import (
     OrderingPolicy,
@@ -132,6 +135,37 @@ def run_compiled(scenario: Scenario, streams: StreamSet, decide: Decide) -> list
         decide(sim)
         runs.append(Run(sim.view().outcomes()))
     return _counted(runs, streams) if streams.warm_up else runs
+
+
+def context_of(
+    scenario: Scenario, rng: np.random.Generator, tuned: TunedRules | None = None
+) -> PolicyContext:
+    """What the rules of a scenario are built from; without `tuned`, those that ship for it."""
+    return PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers, tuned)
+
+
+def run_rule(
+    name: str, scenario: Scenario, streams: StreamSet, seed: int = 0,
+    tuned: TunedRules | None = None,
+) -> list[Run]:  # fmt: skip
+    """Let a rule decide on every stream, compiled where it can be and nothing is paid.
+
+    Args:
+        name: Of the rule.
+        scenario: Whose servers and rewards they are.
+        streams: What arrives.
+        seed: Of the rule's own choices.
+        tuned: Parameters and knobs; None: those that ship for the scenario.
+    """
+    if not scenario.pays:
+        decide = server_model(scenario).compiled(name, tuned)
+        if decide is not None:
+            return run_compiled(scenario, streams, decide)
+
+    def factory(rng: np.random.Generator) -> RoutingPolicy:
+        return make_policy(name, context_of(scenario, rng, tuned))
+
+    return run_policy(scenario, streams, factory, seed)
 
 
 def run_each(
