@@ -17,7 +17,7 @@ from unit.serve_builders import (
 
 from serve_app.policy.loading import MAX_EXPLORE_FRACTION, check_exploration
 from serve_app.policy.runner import IncompatibleRequest
-from tokenyard.routing.policies.delay import finish_s
+from tokenyard.routing.policies.delay import finish_times_s
 from tokenyard.routing.types import Decision, ReplicaSnapshot, Request
 
 SED = a_baseline("sed")
@@ -122,7 +122,7 @@ def test_exploration_never_passes_the_guard(candidates, seed):
         chosen = candidates[choice.index]
         assert 0 < choice.propensity <= 1
         if choice.explored:
-            assert finish_s(A_REQUEST, chosen) <= SED.card.slo_response_s
+            assert finish_times_s(A_REQUEST, [chosen])[0] <= SED.card.slo_response_s
             assert chosen.num_outstanding < chosen.max_concurrency
     manager.stop()
 

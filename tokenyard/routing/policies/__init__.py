@@ -55,7 +55,7 @@ def _sita(context: PolicyContext) -> SizeIntervals:
 
 
 def _tuned_marginal_delay(context: PolicyContext) -> MarginalDelay:
-    rules = context.fleet_rules()
+    rules = context.rules().fleet
     return MarginalDelay(rules.wait_weight, rules.others_weight)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tokenyard.routing import observation as ob
-from tokenyard.routing.policies.cost import LeastCost
+from tokenyard.routing.policies.cost import LeastCost, pair_of
 from tokenyard.routing.policies.signals import match_tokens
 from tokenyard.routing.types import ReplicaSnapshot, Request
 from tokenyard.types import FloatArray
@@ -72,10 +72,7 @@ class PowerOfTwoChoices:
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the shorter queue of two distinct replicas drawn uniformly."""
-        num = len(snapshots)
-        if num == 1:
+        if len(snapshots) == 1:
             return 0
-        first = int(self._rng.integers(num))
-        second = int(self._rng.integers(num - 1))
-        second += second >= first
-        return min(sorted((first, second)), key=lambda i: snapshots[i].num_outstanding)
+        pair = sorted(pair_of(len(snapshots), self._rng))
+        return min(pair, key=lambda i: snapshots[i].num_outstanding)

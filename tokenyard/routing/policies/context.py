@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenyard.routing.policies.tuned import FleetRules, TunedRules, load_tuned
+from tokenyard.routing.policies.tuned import TunedRules, load_tuned
 from tokenyard.types import Slo
 
 
@@ -24,13 +24,21 @@ class PolicyContext:
     tuned: TunedRules | None = None
     """Parameters of the tuned rules; None: those that ship for the scenario, read when needed."""
 
+    def rules(self) -> TunedRules:
+        """Return the tuned parameters.
+
+        Raises:
+            ValueError: There are none for the scenario.
+        """
+        return self.tuned or load_tuned(self.scenario_name)
+
     def tuned_rules(self) -> TunedRules:
-        """Return the tuned parameters, some of which name replicas by position.
+        """Return the tuned parameters for those who read such as name replicas by position.
 
         Raises:
             ValueError: There are none for the scenario, or they are for another number of replicas.
         """
-        rules = self._any_rules()
+        rules = self.rules()
         if rules.num_replicas != self.num_replicas:
             raise ValueError(
                 f"the rules of scenario {rules.scenario!r} are tuned for {rules.num_replicas} "
@@ -38,28 +46,9 @@ class PolicyContext:
             )
         return rules
 
-    def fleet_rules(self) -> FleetRules:
-        """Return the tuned parameters of rules that suit any number of replicas.
-
-        Raises:
-            ValueError: There are none for the scenario.
-        """
-        return self._any_rules().fleet
-
-    def knobs(self, name: str) -> Mapping[str, float]:
-        """Return the tuned knobs of a public rule; empty where it was not tuned.
-
-        Raises:
-            ValueError: No rule was tuned for the scenario.
-        """
-        return self._any_rules().knobs.get(name, {})
-
     def order_knobs(self, name: str) -> Mapping[str, float]:
         """Return the tuned knob of an order beside a placement; empty where it was not tuned."""
         try:
-            return self._any_rules().orders.get(name, {})
+            return self.rules().orders.get(name, {})
         except ValueError:
             return {}
-
-    def _any_rules(self) -> TunedRules:
-        return self.tuned or load_tuned(self.scenario_name)

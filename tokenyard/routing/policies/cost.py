@@ -37,6 +37,15 @@ def drawn_by(candidates: Sequence[int], weights: Iterable[float], rng: np.random
     return candidates[bisect_right(sums, rng.random() * sums[-1], hi=len(sums) - 1)]
 
 
+def pair_of(num: int, rng: np.random.Generator) -> list[int]:
+    """Two distinct indices below `num`, drawn uniformly; the only one of one."""
+    first = int(rng.integers(num))
+    if num == 1:
+        return [first]
+    second = int(rng.integers(num - 1))
+    return [first, second + (second >= first)]
+
+
 class RoundRobinTies:
     """Breaks ties in turn: of equals, the one after the one that the last tie was broken for."""
 

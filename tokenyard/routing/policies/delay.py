@@ -13,25 +13,16 @@ from tokenyard.routing.policies.cost import LeastCost
 from tokenyard.routing.types import ReplicaSnapshot, Request
 from tokenyard.types import FloatArray, Slo
 
-# Columns of `added_delays`.
-ADDED_WAIT_S = 0
-"""Until the replica could start on the prompt."""
-ADDED_FIRST_TOKEN_S = 1
-"""Until the first token, the wait included."""
-ADDED_DECODE_S = 2
-"""From the first token to the last."""
-ADDED_OTHERS_S = 3
-"""Sum of what all other requests are delayed by."""
-NUM_ADDED = 4
-
-
-def finish_s(request: Request, snapshot: ReplicaSnapshot) -> float:
-    """Time until `request` would be done at a replica: its wait and its service, seconds."""
-    return float(finish_times_s(request, [snapshot])[0])
+ADDED_WAIT_S, ADDED_FIRST_TOKEN_S, ADDED_DECODE_S, ADDED_OTHERS_S, NUM_ADDED = range(5)
+"""Columns of `added_delays`: until the replica could start on the prompt; until the first token,
+the wait included; from there to the last token; what all other requests together are delayed by."""
 
 
 def finish_times_s(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
-    """`finish_s` at every replica, shape (num_replicas,)."""
+    """Time until `request` would be done at every replica: its wait and its service, seconds.
+
+    Shape (num_replicas,).
+    """
     delays = added_delays(request, snapshots)
     return delays[:, ADDED_FIRST_TOKEN_S] + delays[:, ADDED_DECODE_S]
 
@@ -70,7 +61,7 @@ def _fill_delays(
 def mark_safe(
     request: Request, snapshots: Sequence[ReplicaSnapshot], slo_s: float
 ) -> tuple[int, npt.NDArray[np.bool_]]:
-    """Find replicas below capacity where `finish_s` is within an SLO, seconds.
+    """Find replicas below capacity where the request is done within an SLO, seconds.
 
     Returns:
         How many there are, and which, shape (num_replicas,).

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from typing import Any
 
 from tokenyard.routing.policies.aibrix import AibrixLoadBalance, AibrixPreble, AibrixPrefixCache
 from tokenyard.routing.policies.cache_aware import SglangCacheAware, SmgSpill, VllmCacheAware
@@ -47,31 +46,22 @@ class PublicRule:
     rule: type
     needs: Needs
     grid: Grid = field(default_factory=dict)
-    makes: Callable[[PolicyContext], tuple[Any, ...]] = lambda context: ()
-    """What its constructor takes besides knobs."""
+
+    @property
+    def takes(self) -> Mapping[str, inspect.Parameter]:
+        """What its constructor takes: its knobs, and what a context may give (`make`)."""
+        return inspect.signature(self.rule).parameters
 
     @property
     def defaults(self) -> Mapping[str, float]:
         """Return the makers' values of its knobs."""
-        parameters = inspect.signature(self.rule).parameters
-        return {knob: float(parameters[knob].default) for knob in self.grid}
+        return {knob: float(self.takes[knob].default) for knob in self.grid}
 
     def make(self, context: PolicyContext, knobs: Mapping[str, float]) -> RoutingPolicy:
         """Make it afresh with these knobs; the others have their makers' defaults."""
-        made: RoutingPolicy = self.rule(*self.makes(context), **knobs)
+        given = {name: getattr(context, name) for name in ("rng", "slo") if name in self.takes}
+        made: RoutingPolicy = self.rule(**given, **knobs)
         return made
-
-
-def _draws(context: PolicyContext) -> tuple[Any, ...]:
-    return (context.rng,)
-
-
-def _slo(context: PolicyContext) -> tuple[Any, ...]:
-    return (context.slo,)
-
-
-def _draws_slo(context: PolicyContext) -> tuple[Any, ...]:
-    return (context.rng, context.slo)
 
 
 SERVICE_WEIGHTS = (
@@ -93,10 +83,9 @@ PUBLIC_RULES: dict[str, PublicRule] = {
         FilterDump,
         Needs.NOTHING,
         {"slo_share": (0.25, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 4.0, 8.0)},
-        _slo,
     ),
-    "ray_p2c": PublicRule(RayP2C, Needs.NOTHING, {}, _draws),
-    "aibrix_load_balance": PublicRule(AibrixLoadBalance, Needs.NOTHING, {}, _draws),
+    "ray_p2c": PublicRule(RayP2C, Needs.NOTHING),
+    "aibrix_load_balance": PublicRule(AibrixLoadBalance, Needs.NOTHING),
     "lmetric": PublicRule(LMetric, Needs.BATCHING, BY_SPEED),
     "pending_prefill": PublicRule(PendingPrefill, Needs.BATCHING, BY_SPEED),
     "dynamo_cost": PublicRule(
@@ -108,9 +97,8 @@ PUBLIC_RULES: dict[str, PublicRule] = {
             "overlap_score_credit_decay": (0.0, 0.5, 1.0, 2.0),
             "decode_active_request_weight": (0.0, 10.0, 100.0, 1000.0),
         },
-        _draws,
     ),
-    "dynamo_lmetric": PublicRule(DynamoLMetric, Needs.BATCHING, BY_SPEED, _draws),
+    "dynamo_lmetric": PublicRule(DynamoLMetric, Needs.BATCHING, BY_SPEED),
     "llmd_blend": PublicRule(
         LlmdBlend,
         Needs.BATCHING,
@@ -130,7 +118,6 @@ PUBLIC_RULES: dict[str, PublicRule] = {
             "max_ttft_penalty_s": (0.5, 1.0, 2.0, 5.0),
             "epsilon": (0.0, 0.01),
         },
-        _draws_slo,
     ),
     "llmd_sticky": PublicRule(
         LlmdSticky,
@@ -145,11 +132,10 @@ PUBLIC_RULES: dict[str, PublicRule] = {
         SMetric,
         Needs.PREFIX_CACHE,
         {"hit_ratio": (0.25, 0.5, 0.75), "slack": (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)},
-        _slo,
     ),
     "vllm_cache_aware": PublicRule(VllmCacheAware, Needs.PREFIX_CACHE, CACHE_AWARE),
     "sglang_cache_aware": PublicRule(SglangCacheAware, Needs.PREFIX_CACHE, CACHE_AWARE),
-    "smg_spill": PublicRule(SmgSpill, Needs.PREFIX_CACHE, CACHE_AWARE, _draws),
+    "smg_spill": PublicRule(SmgSpill, Needs.PREFIX_CACHE, CACHE_AWARE),
     "aibrix_prefix_cache": PublicRule(
         AibrixPrefixCache,
         Needs.PREFIX_CACHE,
@@ -157,7 +143,6 @@ PUBLIC_RULES: dict[str, PublicRule] = {
             "standard_deviation_factor": (0.0, 0.5, 1.0, 2.0, 3.0),
             "imbalance_min_gap": (2.0, 4.0, 8.0, 16.0),
         },
-        _draws,
     ),
     "aibrix_preble": PublicRule(
         AibrixPreble, Needs.PREFIX_CACHE, {"window_s": (5.0, 15.0, 60.0, 180.0)}
@@ -170,7 +155,6 @@ PUBLIC_RULES: dict[str, PublicRule] = {
             "imbalanced_threshold": (2.0, 4.0, 8.0, 16.0, 32.0),
             "match_rate_threshold": (0.1, 0.3, 0.5, 0.8),
         },
-        _draws,
     ),
     "loadaware": PublicRule(
         LoadAware, Needs.PREFIX_CACHE, {"beta": (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)}
@@ -204,7 +188,7 @@ def public_factories() -> dict[str, Callable[[PolicyContext], RoutingPolicy]]:
 
 
 def _tuned(name: str, rule: PublicRule) -> Callable[[PolicyContext], RoutingPolicy]:
-    return lambda context: rule.make(context, context.knobs(name))
+    return lambda context: rule.make(context, context.rules().knobs.get(name, {}))
 
 
 def is_tuned(name: str) -> bool:
@@ -216,7 +200,7 @@ def is_tuned(name: str) -> bool:
 def draws(name: str) -> bool:
     """Whether a public rule, tuned or not, draws its choices or its ties."""
     rule = PUBLIC_RULES.get(name.removeprefix(TUNED_PREFIX))
-    return rule is not None and "rng" in inspect.signature(rule.rule).parameters
+    return rule is not None and "rng" in rule.takes
 
 
 def needs_of(name: str) -> Needs:

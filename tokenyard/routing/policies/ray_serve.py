@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenyard.routing.policies.cost import cheapest_of, drawn_of
+from tokenyard.routing.policies.cost import cheapest_of, drawn_of, pair_of
 from tokenyard.routing.policies.signals import longest_match, match_fraction, miss_tokens
 from tokenyard.routing.types import ReplicaSnapshot, Request
 
@@ -29,18 +29,10 @@ class RayP2C:
         """Return the shorter queue of a random pair."""
         anywhere = any(has_room(s) for s in snapshots)
         while True:
-            pair = self._pair(len(snapshots))
+            pair = pair_of(len(snapshots), self._rng)
             open_ones = [i for i in pair if has_room(snapshots[i])]
             if open_ones or not anywhere:
-                return fewest_requests(open_ones or pair, snapshots)
-
-    def _pair(self, num: int) -> list[int]:
-        """Two distinct indices, or the only one."""
-        first = int(self._rng.integers(num))
-        if num == 1:
-            return [first]
-        second = int(self._rng.integers(num - 1))
-        return [first, second + (second >= first)]
+                return min(open_ones or pair, key=lambda i: snapshots[i].num_outstanding)
 
 
 class RayPrefixAffinity:
@@ -93,8 +85,3 @@ class RayPrefixAffinity:
 def has_room(snapshot: ReplicaSnapshot) -> bool:
     """Whether a replica has fewer requests than it may have at the same time."""
     return snapshot.num_outstanding < snapshot.max_concurrency
-
-
-def fewest_requests(candidates: Sequence[int], snapshots: Sequence[ReplicaSnapshot]) -> int:
-    """The candidate with the fewest requests in flight, the first of equals."""
-    return min(candidates, key=lambda i: snapshots[i].num_outstanding)
