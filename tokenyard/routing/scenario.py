@@ -17,12 +17,7 @@ from tokenyard.routing.fleet import Fleet, requests_per_s
 from tokenyard.types import Slo
 from tokenyard.workload.diurnal import Diurnal
 from tokenyard.workload.model import load_model
-from tokenyard.workload.sessions import (
-    Sessions,
-    mean_fresh_tokens,
-    mean_session_lengths,
-    mean_think_s,
-)
+from tokenyard.workload.sessions import SessionMeans, Sessions, session_means
 
 Discipline = Literal["serial", "parallel_full", "parallel_split", "processor_sharing"]
 Visibility = Literal["oracle", "by_context", "none"]
@@ -289,7 +284,7 @@ class Scenario(FrozenModel):
     def mean_lengths_tokens(self) -> tuple[float, float]:
         """Mean context and output of a request in training traffic, tokens."""
         if self.sessions:
-            return mean_session_lengths(self.sessions, self.workload)
+            return self._session_means[:2]
         model = load_model(self.workload)
         return model.mean_context_tokens, model.mean_generated_tokens_overall
 
@@ -319,10 +314,7 @@ class Scenario(FrozenModel):
         Raises:
             ValueError: There are no sessions.
         """
-        if self.sessions is None:
-            raise ValueError(f"scenario {self.name!r} has no sessions")
-        lengths = self.mean_lengths_tokens
-        fresh = mean_fresh_tokens(self.sessions, self.workload)
+        lengths, fresh = self.mean_lengths_tokens, self._session_means.fresh_tokens
         return rate_per_s / sum(
             requests_per_s(
                 one.iteration, one.max_batch, one.token_budget, one.kv_capacity_tokens, *lengths,
@@ -331,6 +323,12 @@ class Scenario(FrozenModel):
             for one in self.required_fleet.replicas
         )  # fmt: skip
 
+    @property
+    def _session_means(self) -> SessionMeans:
+        if self.sessions is None:
+            raise ValueError(f"scenario {self.name!r} has no sessions")
+        return session_means(self.sessions, self.workload)
+
     @cached_property
     def cycle_s(self) -> float:
         """Mean time from one request of a closed client to its next, if nobody waits, seconds.
@@ -338,11 +336,10 @@ class Scenario(FrozenModel):
         Raises:
             ValueError: There are no sessions.
         """
-        if self.sessions is None:
-            raise ValueError(f"scenario {self.name!r} has no sessions")
-        answer_s = self.mean_lengths_tokens[1] * self.sessions.answer_token_s
-        think_s = mean_think_s(self.sessions, self.workload)
-        return max(answer_s + think_s, _SHORTEST_CYCLE_S)
+        means = self._session_means
+        assert self.sessions is not None
+        answer_s = means.answer_tokens * self.sessions.answer_token_s
+        return max(answer_s + means.think_s, _SHORTEST_CYCLE_S)
 
     def num_clients(self, rate_per_s: float) -> int:
         """Clients of a closed process that ask at this rate if nobody waits, at least one.

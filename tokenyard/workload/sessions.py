@@ -203,26 +203,22 @@ class Turns(NamedTuple):
         return self._replace(**{name: column[kept] for name, column in self._asdict().items()})
 
 
-@lru_cache
-def mean_session_lengths(sessions: Sessions, workload: str) -> tuple[float, float]:
-    """Mean context and output of its requests, tokens, from one long seeded sample."""
-    turns = _sample(sessions, workload)
-    return float(turns.context.mean()), float(turns.answer.mean())
+class SessionMeans(NamedTuple):
+    """Means over the requests of sessions."""
+
+    context_tokens: float
+    answer_tokens: float
+    fresh_tokens: float
+    """Of a prompt: what nobody sent before."""
+    think_s: float
+    """Between an answer and the next turn."""
 
 
 @lru_cache
-def mean_fresh_tokens(sessions: Sessions, workload: str) -> float:
-    """Mean tokens of a prompt that nobody sent before, from the same sample."""
-    return float(_sample(sessions, workload).fresh.mean())
-
-
-@lru_cache
-def mean_think_s(sessions: Sessions, workload: str) -> float:
-    """Mean time between an answer and the next turn, seconds, from the same sample."""
-    return float(_sample(sessions, workload).think_s.mean())
-
-
-def _sample(sessions: Sessions, workload: str) -> Turns:
+def session_means(sessions: Sessions, workload: str) -> SessionMeans:
+    """Means of one long seeded sample."""
     num_sessions = int(_REQUESTS_FOR_MEANS / sessions._least_turns)
     model = load_model(workload)
-    return sessions.draw_turns(num_sessions, np.random.default_rng(0), model)[0]
+    turns, _ = sessions.draw_turns(num_sessions, np.random.default_rng(0), model)
+    columns = (turns.context, turns.answer, turns.fresh, turns.think_s)
+    return SessionMeans(*(float(column.mean()) for column in columns))

@@ -6,7 +6,7 @@ import pytest
 from tokenyard.config import read_named, shipped_names
 from tokenyard.routing.scenario import ON, Scenario, load_scenario
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng, synthetic_streams
-from tokenyard.workload.sessions import mean_fresh_tokens, mean_think_s
+from tokenyard.workload.sessions import session_means
 
 WORKLOADS = shipped_names("tokenyard", "scenarios/workloads")
 # Prompt, answer, share of the prompt that was sent before (nan: not published), think time.
@@ -37,13 +37,13 @@ def test_there_are_seven_of_the_catalogue_and_three_of_mooncake():
 def test_means_are_those_published(workload):
     scenario = on(workload, "equal")
     context, answer, cached, think_s = PUBLISHED[workload]
-    fresh = mean_fresh_tokens(scenario.sessions, scenario.workload)
+    means = session_means(scenario.sessions, scenario.workload)
     found = scenario.mean_lengths_tokens
     assert found == pytest.approx((context, answer), rel=0.1)
     if not np.isnan(cached):
-        assert 1 - fresh / found[0] == pytest.approx(cached, abs=0.04)
+        assert 1 - means.fresh_tokens / found[0] == pytest.approx(cached, abs=0.04)
     if not np.isnan(think_s):
-        assert mean_think_s(scenario.sessions, scenario.workload) == pytest.approx(think_s, rel=0.1)
+        assert means.think_s == pytest.approx(think_s, rel=0.1)
 
 
 @pytest.mark.parametrize("fleet", ["equal", "mixed"])

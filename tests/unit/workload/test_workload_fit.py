@@ -93,7 +93,7 @@ def test_a_trace_of_equal_requests_can_be_fitted():
 
     context, generated = model.sample_lengths(50, np.random.default_rng(0))
     assert set(context) == set(generated) == {7}
-    assert model.mean_total_tokens == 14
+    assert model.mean_context_tokens + model.mean_generated_tokens_overall == 14
 
 
 @pytest.mark.parametrize("arrival_s", [np.zeros(5), np.array([0.0]), np.array([0.0, 0.5])])

@@ -5,7 +5,7 @@ import pytest
 
 from tokenyard.workload.closed import draw_closed
 from tokenyard.workload.model import load_model
-from tokenyard.workload.sessions import Sessions, mean_session_lengths
+from tokenyard.workload.sessions import Sessions, session_means
 
 BLOCK = 64
 SESSIONS = Sessions(mean_turns=4, num_system_prompts=3, system_prompt_tokens=256)
@@ -19,7 +19,7 @@ def trace():
 def test_the_rate_and_the_lengths_are_what_was_asked_for(trace):
     assert trace.num_requests == 4000
     assert trace.mean_rate_per_s == pytest.approx(5.0, rel=0.1)
-    context, output = mean_session_lengths(SESSIONS, "azure_conv")
+    context, output = session_means(SESSIONS, "azure_conv")[:2]
     assert trace.context_tokens.mean() == pytest.approx(context, rel=0.1)
     assert trace.generated_tokens.mean() == pytest.approx(output, rel=0.1)
     assert trace.context_tokens.max() <= SESSIONS.max_context_tokens
@@ -73,7 +73,7 @@ def test_sessions_of_which_none_can_begin_are_refused():
     with pytest.raises(ValueError, match="begins with a prompt of at most max_context_tokens 8192"):
         sessions.generate(10, np.random.default_rng(0), 1.0, load_model("azure_conv"), 128)
     with pytest.raises(ValueError, match=r"none of .* sessions begins"):
-        mean_session_lengths(sessions, "azure_conv")
+        session_means(sessions, "azure_conv")
     rng, model = np.random.default_rng(0), load_model("azure_conv")
     with pytest.raises(ValueError, match=r"none of .* sessions begins"):
         draw_closed(sessions, 10, 2, rng, model, 128)
