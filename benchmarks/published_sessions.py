@@ -14,13 +14,14 @@ alone: its output below the knee, its prefill rate far beyond. The rest is predi
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import tyro
 from rich.box import SIMPLE
 from rich.table import Table
 
+from tokenyard.problem import Row
 from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.sessions.rules import make_rule
 from tokenyard.routing.simulator.sessions import (
@@ -99,23 +100,6 @@ class Args:
     """Write the result rows to this file."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One arm at one load."""
-
-    sessions: int
-    arm: str
-    output_tokens_per_s: float
-    published_tokens_per_s: float
-    ratio: float
-    """To the default arm."""
-    published_ratio: float
-    hit_fraction: float
-    published_hit_fraction: float
-    median_ttft_s: float
-    published_median_ttft_s: float
-
-
 def one_session(rng: np.random.Generator) -> FloatArray:
     """Prompts, answers, pauses and what prompts keep of the turn before, shape (4, num_turns)."""
     num = int(TURNS.draw_whole(1, rng)[0])
@@ -157,13 +141,13 @@ def measure(run: SessionRun, until_s: float) -> tuple[float, float, float]:
 
 
 def play(args: Args) -> list[Row]:
-    """All arms at all loads, on the same sessions."""
+    """All arms at all loads, on the same sessions; ratios are to the default arm."""
     each = np.ones(NUM_PODS)
     pods = SessionReplicas(
         np.tile(ITERATION, (NUM_PODS, 1)), KV_TOKENS * each, 1024 * each, 8192 * each, 0 * each,
         0 * each,
     )  # fmt: skip
-    rows = []
+    rows: list[Row] = []
     for sessions in args.sessions:
         rngs = [np.random.default_rng([args.seed, k]) for k in range(args.seeds)]
         streams = [draw(sessions * NUM_PODS, rng) for rng in rngs]
@@ -174,10 +158,13 @@ def play(args: Args) -> list[Row]:
             tokens, hit, ttft_s = np.mean(measured, axis=0)
             default = tokens if arm == "default" else default
             rows.append(
-                Row(
-                    sessions, arm, tokens, theirs[0], tokens / default,
-                    theirs[0] / published_default, hit, theirs[1], ttft_s, theirs[2],
-                )
+                {
+                    "sessions": sessions, "arm": arm,
+                    "output_tokens_per_s": tokens, "published_tokens_per_s": theirs[0],
+                    "ratio": tokens / default, "published_ratio": theirs[0] / published_default,
+                    "hit_fraction": hit, "published_hit_fraction": theirs[1],
+                    "median_ttft_s": ttft_s, "published_median_ttft_s": theirs[2],
+                }
             )  # fmt: skip
     return rows
 
@@ -188,14 +175,11 @@ def main(args: Args) -> None:
     columns = ("sessions", "arm", "tokens/s", "ratio", "hit rate", "median TTFT, s")
     table = Table(*columns, box=SIMPLE, title="Simulated (published), by sessions a pod")
     for row in rows:
-        table.add_row(
-            str(row.sessions), row.arm,
-            f"{row.output_tokens_per_s:.0f} ({row.published_tokens_per_s:.0f})",
-            f"{row.ratio:.2f} ({row.published_ratio:.2f})",
-            f"{row.hit_fraction:.3f} ({row.published_hit_fraction:.3f})",
-            f"{row.median_ttft_s:.1f} ({row.published_median_ttft_s:.1f})",
-        )  # fmt: skip
-    report(table, [asdict(row) for row in rows], args.json, args.seed)
+        sessions, arm, *numbers = row.values()
+        pairs = zip(numbers[::2], numbers[1::2], (0, 2, 3, 1), strict=True)
+        cells = (f"{ours:.{digits}f} ({theirs:.{digits}f})" for ours, theirs, digits in pairs)
+        table.add_row(str(sessions), str(arm), *cells)
+    report(table, rows, args.json, args.seed)
 
 
 if __name__ == "__main__":

@@ -114,8 +114,6 @@ class Args:
     """Whether actors of allocation first learn what the planner does (not counted)."""
     slice_fraction: float = 1.0
     """Share of the usual length of a slice; less only to try the benchmark out."""
-    scaling: bool = False
-    """Also sample with one and with two remote env runners; wants an otherwise idle machine."""
     seed: int = 0
     """Of networks, exploration and traffic."""
     json: ResultFile | None = None
@@ -496,44 +494,6 @@ def take_turns(args: Args, contest: Contest) -> None:
                 left.remove(trained)
 
 
-def scaling_rows(args: Args) -> Iterator[dict[str, Any]]:
-    """Steps that remote env runners sample per second of wall time."""
-    for num_env_runners in (1, 2):
-        config = build_config(
-            "ppo", plain(COPIES), envs.LOAD_BALANCING_ENV,
-            {"scenario": args.scenario_name},
-            TrainingSettings(num_env_runners=num_env_runners),
-        )  # fmt: skip
-        algorithm = config.build_algo()
-        group = algorithm.env_runner_group
-
-        _sample_for_a_while(group)
-        found = [_sample_for_a_while(group) for _ in range(3)]
-        algorithm.stop()
-        yield {
-            "trainer": "tokenyard",
-            "algorithm": "sampling",
-            "num_env_runners": num_env_runners,
-            "env_steps_per_s": float(np.median([num / wall_s for num, wall_s, _ in found])),
-            "env_steps_per_cpu_s": float(np.median([num / cpu_s for num, _, cpu_s in found])),
-        }
-
-
-def _sample_for_a_while(group: Any) -> tuple[int, float, float]:
-    """Steps of all env runners, wall time of the slowest and CPU time of all, seconds."""
-
-    def sample(runner: Any) -> tuple[int, float, float]:
-        # Rollouts stay where they are, so this is how fast they are made.
-        started_s, started_cpu_s = time.perf_counter(), time.process_time()
-        num = sum(len(runner.sample()[0]) for _ in range(10))
-        return num, time.perf_counter() - started_s, time.process_time() - started_cpu_s
-
-    steps, wall_s, cpu_s = zip(
-        *group.foreach_env_runner(sample, local_env_runner=False), strict=True
-    )
-    return sum(steps), max(wall_s), sum(cpu_s)
-
-
 @contextmanager
 def local_ray() -> Iterator[None]:
     """A Ray of our own for a while."""
@@ -558,18 +518,12 @@ def main(args: Args) -> None:
             contest = allocators(args, load_allocation(args.scenario_name))
         take_turns(args, contest)
         rows = [one.row(contest.measure) for one in contest.contestants]
-        scaling = list(scaling_rows(args)) if args.scaling else []
         for one in contest.contestants:
             one.stop()
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*map(_shown, row.values()))
-    sampled = [
-        f"{row['num_env_runners']} remote env runner(s): {row['env_steps_per_s']:,.0f} env steps/s,"
-        f" {row['env_steps_per_cpu_s']:,.0f} per CPU-second"
-        for row in scaling
-    ]
-    report(table, rows, args.json, args.seed, 140, [*sampled, *contest.notes], scaling=scaling)
+    report(table, rows, args.json, args.seed, 140, contest.notes)
 
 
 def _shown(cell: Any) -> str:

@@ -19,7 +19,7 @@ from tokenyard.perf.models import Precision
 from tokenyard.perf.replica import Replica, make_replica
 from tokenyard.perf.serving import (
     decode_s,
-    lockstep_tokens_per_s,
+    lockstep_s,
     prefill_s,
     throughput_tokens_per_s,
 )
@@ -67,7 +67,7 @@ class Published(FrozenModel):
             held = replica.kv_capacity_tokens / (context + generated)
             return throughput_tokens_per_s(replica, min(MOST_SEQUENCES, held), context, generated)
         running = replica.max_sequences(context, generated, limit=self.sequences)
-        return lockstep_tokens_per_s(replica, running, context, generated)
+        return running * generated / lockstep_s(replica, running, context, generated)
 
 
 def read_published() -> list[Published]:

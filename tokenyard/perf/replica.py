@@ -129,10 +129,6 @@ class Replica:
         """
         return min(limit, int(self.kv_capacity_tokens / (context_tokens + generated_tokens / 2)))
 
-    def fits(self, context_tokens: int, generated_tokens: int) -> bool:
-        """Whether one such request can be served at all: its whole KV cache fits."""
-        return self.kv_capacity_tokens >= context_tokens + generated_tokens
-
 
 def make_replica(
     gpu: str,

@@ -1,4 +1,4 @@
-"""What follows from iterations: prompts, tokens, throughput, time to first token."""
+"""What follows from iterations: prompts, tokens, throughput."""
 
 from __future__ import annotations
 
@@ -56,24 +56,3 @@ def throughput_tokens_per_s(
 ) -> float:
     """Output tokens per second of continuous batching with so many sequences running."""
     return sequences / mixed_iteration_s(replica, sequences, context_tokens, generated_tokens)
-
-
-def lockstep_tokens_per_s(
-    replica: Replica, sequences: float, context_tokens: float, generated_tokens: float
-) -> float:
-    """Output tokens per second of batches that start and end together."""
-    time_s = lockstep_s(replica, sequences, context_tokens, generated_tokens)
-    return sequences * generated_tokens / time_s
-
-
-def ttft_s(
-    replica: Replica, context_tokens: float, generated_tokens: float, sequences: float
-) -> float:
-    """Time to first token of a request that finds so many running and none waiting, seconds.
-
-    Half an iteration until the batch takes it in, then its prompt; waiting comes on top.
-    """
-    running_s = 0.0
-    if sequences > 0:
-        running_s = mixed_iteration_s(replica, sequences, context_tokens, generated_tokens)
-    return running_s / 2 + float(prefill_s(replica, context_tokens))

@@ -35,7 +35,6 @@ class LoggedDecision:
     request: Request
     snapshots: tuple[ReplicaSnapshot, ...]
     index: int
-    propensity: float | None
     outcome: str
     output_tokens: int
     ttft_s: float
@@ -296,7 +295,6 @@ def _decision(row: dict[str, Any]) -> LoggedDecision:
         request=Request(row["arrival_s"], row["context_tokens"], row["predicted_total_tokens"]),
         snapshots=tuple(_snapshot(one) for one in row["candidates"]),
         index=row["index"],
-        propensity=row["propensity"],
         outcome=row["outcome"],
         output_tokens=row["output_tokens"],
         ttft_s=_or_nan(row["ttft_s"]),

@@ -32,15 +32,12 @@ def test_weights_that_do_not_fit_leave_no_room_at_all():
     replica = make_replica("a100_80g_sxm", "llama2_70b")
     assert replica.kv_capacity_tokens == 0
     assert replica.max_sequences(100, 100) == 0
-    assert not replica.fits(1, 1)
 
 
 def test_sequences_are_limited_by_the_cache_and_by_the_engine():
     replica = make_replica("a100_80g_sxm", "llama2_7b")
     assert replica.max_sequences(2048, 2048) == replica.kv_capacity_tokens // 3072
     assert replica.max_sequences(10, 10) == 256
-    assert replica.fits(100_000, 5000)
-    assert not replica.fits(100_000, 10_000)
 
 
 @pytest.mark.parametrize(
