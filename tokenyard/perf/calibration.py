@@ -316,11 +316,7 @@ def held_out_third(profile: IterationProfile) -> tuple[IterationProfile, Iterati
     Raises:
         ValueError: There are fewer than three compositions.
     """
-    composition = _composition(profile)
-    num_compositions = int(composition.max()) + 1
-    if num_compositions < 3:
-        raise ValueError(f"{num_compositions} batch compositions have no third; measure more")
-    held_out = np.random.default_rng(0).permutation(num_compositions)[composition] % 3 == 0
+    held_out = _folds(profile, 3) == 0
     return _select(profile, ~held_out), _select(profile, held_out)
 
 
@@ -330,14 +326,7 @@ def iterations_held_out_mape(profile: IterationProfile, num_folds: int = 5) -> f
     Raises:
         ValueError: There are fewer compositions than folds.
     """
-    composition = _composition(profile)
-    num_compositions = int(composition.max()) + 1
-    if num_compositions < num_folds:
-        raise ValueError(
-            f"{num_compositions} batch compositions cannot be held out in {num_folds} folds; "
-            "measure more"
-        )
-    fold = np.random.default_rng(0).permutation(num_compositions)[composition] % num_folds
+    fold = _folds(profile, num_folds)
     errors = np.empty(len(profile.time_s))
     for i in range(num_folds):
         held_out = fold == i
@@ -347,10 +336,17 @@ def iterations_held_out_mape(profile: IterationProfile, num_folds: int = 5) -> f
     return float(errors.mean())
 
 
-def _composition(profile: IterationProfile) -> IntArray:
-    """Number the distinct batch compositions, shape (rows,)."""
+def _folds(profile: IterationProfile, num_folds: int) -> IntArray:
+    """Fold of every row, shape (rows,); equal batch compositions are in one."""
     _, index = np.unique(profile.batches, axis=1, return_inverse=True)
-    return np.asarray(index.reshape(-1), np.int64)
+    num_compositions = int(index.max()) + 1
+    if num_compositions < num_folds:
+        raise ValueError(
+            f"{num_compositions} batch compositions cannot be held out in {num_folds} folds; "
+            "measure more"
+        )
+    order = np.random.default_rng(0).permutation(num_compositions)
+    return np.asarray(order[index.reshape(-1)] % num_folds, np.int64)
 
 
 def _select(profile: IterationProfile, rows: np.ndarray) -> IterationProfile:

@@ -261,12 +261,7 @@ class Scenario(FrozenModel):
         """Tokens that each server can process in a second with all its slots at work."""
         if self.fleet:
             lengths = self.mean_lengths_tokens
-            return tuple(
-                requests_per_s(
-                    one.iteration, one.max_batch, one.token_budget, one.kv_capacity_tokens, *lengths
-                ) * sum(lengths)
-                for one in self.fleet.replicas
-            )  # fmt: skip
+            return tuple(rate * sum(lengths) for rate in self._requests_per_s(lengths))
         if self.discipline == "parallel_full":
             return tuple(s.tokens_per_s * s.concurrency for s in self.servers)
         return tuple(s.tokens_per_s for s in self.servers)
@@ -301,12 +296,19 @@ class Scenario(FrozenModel):
         lengths = (mean_context, mean_generated)
         if self.fleet is None:
             return rate_per_s * sum(lengths) / self.capacity_tokens_per_s
-        return rate_per_s / sum(
+        return rate_per_s / sum(self._requests_per_s(lengths))
+
+    def _requests_per_s(
+        self, lengths: tuple[float, float], computed_tokens: float | None = None
+    ) -> list[float]:
+        """What each replica of the fleet completes in a second (`fleet.requests_per_s`)."""
+        return [
             requests_per_s(
-                one.iteration, one.max_batch, one.token_budget, one.kv_capacity_tokens, *lengths
+                replica.iteration, replica.max_batch, replica.token_budget,
+                replica.kv_capacity_tokens, *lengths, computed_tokens,
             )
-            for one in self.fleet.replicas
-        )
+            for replica in self.required_fleet.replicas
+        ]  # fmt: skip
 
     def warm_load(self, rate_per_s: float) -> float:
         """Share of what the fleet can do that sessions ask for if all they repeat is cached.
@@ -314,14 +316,8 @@ class Scenario(FrozenModel):
         Raises:
             ValueError: There are no sessions.
         """
-        lengths, fresh = self.mean_lengths_tokens, self._session_means.fresh_tokens
-        return rate_per_s / sum(
-            requests_per_s(
-                one.iteration, one.max_batch, one.token_budget, one.kv_capacity_tokens, *lengths,
-                computed_tokens=fresh,
-            )
-            for one in self.required_fleet.replicas
-        )  # fmt: skip
+        fresh = self._session_means.fresh_tokens
+        return rate_per_s / sum(self._requests_per_s(self.mean_lengths_tokens, fresh))
 
     @property
     def _session_means(self) -> SessionMeans:

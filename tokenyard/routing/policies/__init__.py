@@ -40,15 +40,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _sed_reserve(context: PolicyContext) -> SedReserve:
-    return SedReserve(context.tuned_rules().reserve_above_tokens)
-
-
-def _sed_dump(context: PolicyContext) -> SedDump:
-    rules = context.tuned_rules()
-    return SedDump(context.slo, rules.dump_replica, rules.num_replicas)
-
-
 def _sita(context: PolicyContext) -> SizeIntervals:
     rules = context.tuned_rules()
     return SizeIntervals(rules.sita_cuts_tokens, rules.sita_replicas)
@@ -60,8 +51,10 @@ def _tuned_marginal_delay(context: PolicyContext) -> MarginalDelay:
 
 
 _OF_TUNED_RULES: dict[str, Callable[[PolicyContext], RoutingPolicy]] = {
-    "sed_reserve": _sed_reserve,
-    "sed_dump": _sed_dump,
+    "sed_reserve": lambda context: SedReserve(context.tuned_rules().reserve_above_tokens),
+    "sed_dump": lambda context: SedDump(
+        context.slo, context.tuned_rules().dump_replica, context.num_replicas
+    ),
     "sita": _sita,
     "tuned_marginal_delay": _tuned_marginal_delay,
 }

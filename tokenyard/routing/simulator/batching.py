@@ -198,7 +198,7 @@ class BatchingSim(ServerCopies):
             order=self._order,
             scratch=np.zeros(width),
         )
-        self.given = (self.arrays,)
+        self.step_arguments = (self.arrays,)
         total = sum(tenant.weight for tenant in fleet.tenants)
         self.tenants = [(tenant.name, tenant.weight / total) for tenant in fleet.tenants]
 
@@ -227,7 +227,7 @@ class BatchingSim(ServerCopies):
             longer = np.pad(old, pad, constant_values=fill)
             self.arrays = self.arrays._replace(**{name: longer})
         arrays = self.arrays
-        self.given = (arrays,)
+        self.step_arguments = (arrays,)
         arrays.requests[copy] = stream.requests
         arrays.turns[copy, : len(stream.turns)] = stream.turns
         arrays.factors[copy] = stream.factors

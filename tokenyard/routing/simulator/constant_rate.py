@@ -137,7 +137,7 @@ class ClusterSim(ServerCopies):
             ahead_row=np.zeros(width),
             ahead_outcomes=np.zeros((stream_length, kernel.NUM_OUTCOME)),
         )
-        self.given = self.arrays
+        self.step_arguments = self.arrays
 
     def load(self, copy: int, stream: Stream) -> None:
         """Empty one copy and give it a stream, shape (stream_length, NUM_REQUEST).

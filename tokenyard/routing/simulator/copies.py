@@ -34,7 +34,7 @@ class ServerCopies(ABC):
     """Columns of the clock: whether to ignore the next action, and placements so far."""
     server_word: ClassVar[str]
     arrays: Any
-    given: tuple[Any, ...]
+    step_arguments: tuple[Any, ...]
     """The arrays as `step_and_observe` of the compiled functions takes them."""
 
     def __init__(self, scenario: Scenario, num_copies: int, whole: bool) -> None:
@@ -138,7 +138,7 @@ class ServerCopies(ABC):
     def step_and_observe(self, actions: Actions) -> tuple[Observations, FloatArray]:
         """`step` and `observe` in one compiled call; returns views of both results."""
         wrong, saturated = self.functions.step_and_observe(
-            *self.given, actions, self.rewards, self._shown_for_tokens,
+            *self.step_arguments, actions, self.rewards, self._shown_for_tokens,
             self.scenario.slo_response_s, self.observations,
         )  # fmt: skip
         if wrong >= 0:
