@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from tokenyard.config import FrozenModel
 from tokenyard.types import FloatArray, IntArray
 from tokenyard.workload.diurnal import Diurnal
-from tokenyard.workload.sampling import draw_mmpp_arrivals
+from tokenyard.workload.sampling import draw_lengths, draw_mmpp_arrivals
 from tokenyard.workload.trace import Trace
 
 __all__ = ["Diurnal", "LengthTables", "Mmpp", "WorkloadModel", "load_model", "poisson_arrivals"]
@@ -108,6 +108,13 @@ class LengthTables(FrozenModel):
             _check_quantiles(self.generated_probabilities, row)
         return self
 
+    @cached_property
+    def arrays(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
+        """The first five fields, in their order, as arrays."""
+        context = np.array(self.context_probabilities), np.array(self.context_tokens)
+        generated = np.array(self.generated_probabilities), np.array(self.generated_tokens)
+        return *context, np.array(self.bin_edges_tokens), *generated
+
 
 class WorkloadModel(FrozenModel):
     """Everything the generator knows; as JSON, the parameter file."""
@@ -124,15 +131,11 @@ class WorkloadModel(FrozenModel):
 
     def sample_lengths(self, n: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
         """Draw the context and generated tokens of `n` independent requests, shape (n,) each."""
-        tables, (of_context, of_output) = self.lengths, rng.random((2, n))
-        drawn = np.interp(of_context, tables.context_probabilities, tables.context_tokens)
-        context_tokens = (drawn + 0.5).astype(np.int64)
-        bins = np.searchsorted(tables.bin_edges_tokens, context_tokens)
-        generated = np.empty(n)
-        for which, quantiles in enumerate(tables.generated_tokens):
-            mine = bins == which
-            generated[mine] = np.interp(of_output[mine], tables.generated_probabilities, quantiles)
-        return context_tokens, (generated + 0.5).astype(np.int64)
+        context_tokens = np.empty(n, np.int64)
+        generated_tokens = np.empty(n, np.int64)
+        uniforms = rng.random((2, n))
+        draw_lengths(uniforms, *self.lengths.arrays, context_tokens, generated_tokens)
+        return context_tokens, generated_tokens
 
     def sample_mmpp_arrivals(
         self, num_requests: int, rate_per_s: float | None, rng: np.random.Generator
@@ -173,7 +176,7 @@ class WorkloadModel(FrozenModel):
 
     def mean_generated_tokens(self, context_tokens: IntArray | FloatArray) -> FloatArray:
         """Predict outputs by the mean of the context's bin, tokens, shape of `context_tokens`."""
-        bins = np.searchsorted(self.lengths.bin_edges_tokens, context_tokens)
+        bins = np.searchsorted(self.lengths.arrays[2], context_tokens)
         return np.array(self.lengths.mean_generated_tokens)[bins]
 
 

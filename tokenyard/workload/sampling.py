@@ -1,11 +1,11 @@
-"""The compiled inner loop of the synthetic generator: arrivals from random numbers."""
+"""The compiled inner loops of the synthetic generator: arrivals and lengths from random numbers."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from tokenyard.compiled import compiled_with_arrays
-from tokenyard.types import FloatArray
+from tokenyard.types import FloatArray, IntArray
 
 
 @compiled_with_arrays
@@ -58,6 +58,37 @@ def _draw_state(cdf: FloatArray, uniform: float) -> int:
     while uniform > cdf[state] and state < len(cdf) - 1:
         state += 1
     return state
+
+
+@compiled_with_arrays
+def draw_lengths(
+    uniforms: FloatArray,
+    context_probabilities: FloatArray,
+    context_knots: FloatArray,
+    bin_edges: FloatArray,
+    generated_probabilities: FloatArray,
+    generated_knots: FloatArray,
+    context_tokens: IntArray,
+    generated_tokens: IntArray,
+) -> None:
+    """Turn uniform numbers into lengths by inverting the quantile tables of `LengthTables`.
+
+    Args:
+        uniforms: In [0, 1), one row for contexts and one for outputs, shape (2, n).
+        context_probabilities: Of the context knots, from 0 to 1, shape (p,).
+        context_knots: Context quantiles, tokens, shape (p,).
+        bin_edges: Upper ends of all context bins but the last, tokens, shape (bins - 1,).
+        generated_probabilities: Of the output knots, from 0 to 1, shape (q,).
+        generated_knots: Output quantiles of each context bin, tokens, shape (bins, q).
+        context_tokens: Receives the contexts, shape (n,).
+        generated_tokens: Receives the outputs, shape (n,).
+    """
+    for i in range(len(context_tokens)):
+        context = _interpolate(uniforms[0, i], context_probabilities, context_knots)
+        context_tokens[i] = int(context + 0.5)
+        row = np.searchsorted(bin_edges, context_tokens[i])
+        generated = _interpolate(uniforms[1, i], generated_probabilities, generated_knots[row])
+        generated_tokens[i] = int(generated + 0.5)
 
 
 @compiled_with_arrays
