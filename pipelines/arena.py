@@ -4,18 +4,22 @@
     python pipelines/arena.py --quick --entry my_rule.py
     python pipelines/arena.py --full --json arena.json
     python pipelines/arena.py --quick --entry http://127.0.0.1:8000/v1/route
+    python pipelines/arena.py --live live.yaml
 
 my_rule.py is a Python file with one class that has `route(self, request, snapshots) -> int`
-(docs/arena.md); a trained policy (.npz) and a URL are entries too.
+(docs/arena.md); a trained policy (.npz) and a URL are entries too. live.yaml names routers that
+listen somewhere, and traffic: they play in turns, and nothing is simulated.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tyro
@@ -42,6 +46,8 @@ class Args:
     """30 streams a cell in place of 8."""
     entry: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Policies of your own: Python files, artifacts (.npz), or URLs that answer POST /v1/route."""
+    live: Path | None = None
+    """File of routers and cells that are played live, in place of all others (docs/arena.md)."""
     seed: int = 2026
     """Of the streams."""
     sealed_seed: int | None = None
@@ -74,35 +80,27 @@ def print_board(console: Console, rows: list[Row]) -> None:
     console.print(table)
 
 
-def main(args: Args) -> None:
-    if args.quick and args.full:
-        sys.exit("arena: give one of --quick and --full")
-    if args.jobs < 1:
-        sys.exit(f"arena: --jobs {args.jobs} must be at least 1")
-    sealed_seed = secrets.randbits(31) if args.sealed_seed is None else args.sealed_seed
+def simulated_rows(args: Args, sealed_seed: int) -> tuple[list[Row], list[str], str]:
+    """Play the cells; return their rows, what failed, and what was played."""
     size = arena.QUICK if args.quick else arena.FULL if args.full else arena.USUAL
     cells = arena.find_cells(args.quick, sealed_seed)
-    try:
-        for policy in args.entry:
-            if is_url(policy):
-                PolicyOfUrl(policy)
-            else:
-                PROBLEM.candidate(cells[0].scenario, policy)
-    except ValueError as error:
-        sys.exit(f"arena: {error}")
+    for policy in args.entry:
+        if is_url(policy):
+            PolicyOfUrl(policy)
+        else:
+            PROBLEM.candidate(cells[0].scenario, policy)
     matches = [
         arena.Match(entry, cell, size, args.seed)
         for cell in cells
         for entry in arena.entries_of(cell, args.entry)
     ]
-    started_s = time.monotonic()
     with processes(args.jobs) as mapped:
         results = list(zip(matches, arena.play_all(matches, mapped), strict=True))
     rows: list[Row] = []
     for cell in cells:
         of_cell = {match.entry: result for match, result in results if match.cell is cell}
         played = {key: value for key, value in of_cell.items() if not isinstance(value, str)}
-        rows += arena.rows_of_cell(cell, played, args.seed)
+        rows += arena.rows_of_cell(cell.name, cell.load, played, args.seed)
     failed = [
         f"{match.entry.name} in {match.cell.name}: {result}"
         for match, result in results
@@ -113,16 +111,58 @@ def main(args: Args) -> None:
         for row in rows
         if (share := row.get(arena.FAILED))
     ]
+    size_line = (
+        f"{len(cells)} cells, {size.streams} streams of {size.requests} requests each; "
+        f"sealed cells: --sealed-seed {sealed_seed}"
+    )
+    return rows, failed, size_line
+
+
+def live_rows(args: Args, path: Path) -> tuple[list[Row], list[str], str]:
+    """Play the cells of a file; return as `simulated_rows`."""
+    # It needs what serving does.
+    from serve_app.live_arena import play_live, read_live
+
+    live, tell = read_live(path), partial(print, file=sys.stderr, flush=True)
+    rows: list[Row] = []
+    for cell, rate_per_s, measured in play_live(live, args.seed, tell):
+        played = {
+            arena.Entry(name, "live", live.routers[name]): measures
+            for name, measures in measured.items()
+        }
+        rows += [
+            {**row, "rate_per_s": rate_per_s}
+            for row in arena.rows_of_cell(cell, math.nan, played, args.seed)
+        ]
+    failed = [
+        f"{row['entry']} in {row['cell']}: {100 * share:.1f} % of the requests"
+        for row in rows
+        if (share := float(row["dropped_fraction"]))
+    ]
+    size_line = f"{len(live.cells)} cells, {live.repeats} turns of {live.duration_s:g} s each"
+    return rows, failed, size_line
+
+
+def main(args: Args) -> None:
+    if args.quick and args.full:
+        sys.exit("arena: give one of --quick and --full")
+    if args.jobs < 1:
+        sys.exit(f"arena: --jobs {args.jobs} must be at least 1")
+    sealed_seed = secrets.randbits(31) if args.sealed_seed is None else args.sealed_seed
+    started_s = time.monotonic()
+    try:
+        if args.live is None:
+            rows, failed, size_line = simulated_rows(args, sealed_seed)
+        else:
+            rows, failed, size_line = live_rows(args, args.live)
+    except ValueError as error:
+        sys.exit(f"arena: {error}")
     summed = arena.board(rows)
     console = make_console(150)
     print_board(console, summed)
     for line in failed:
         console.print(f"failed: {line}", markup=False)
-    took_s = time.monotonic() - started_s
-    size_line = (
-        f"{len(cells)} cells, {size.streams} streams of {size.requests} requests each, "
-        f"{took_s:.0f} s; sealed cells: --sealed-seed {sealed_seed}"
-    )
+    size_line += f"; {time.monotonic() - started_s:.0f} s"
     console.print(size_line, soft_wrap=True)
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
     write_page(args.page, rows, summed, failed, [size_line, command_line(), installed])

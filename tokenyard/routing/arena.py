@@ -44,13 +44,15 @@ from tokenyard.statistics.intervals import holm, paired_p_value, t_interval
 from tokenyard.types import FloatArray
 from tokenyard.workload.paths import find_trace
 
-EntryKind = Literal["rule", "learned", "file", "url"]
+EntryKind = Literal["rule", "learned", "file", "url", "live"]
 MEAN = "mean_response_s"
 SHOWN = (
     MEAN, "p99_response_s", "mean_ttft_s", "p99_ttft_s", "slo_violation_fraction", "goodput_per_s",
     "dropped_fraction",
 )  # fmt: skip
 """Measures of a row; those of first tokens are of fleets only."""
+P90_TTFT = "p90_ttft_s"
+"""Of live rows only."""
 _THEIRS = ("file", "url")
 ALL = "all"
 """Cell of the rows that sum up an entry."""
@@ -309,9 +311,16 @@ def hindsight_s(rules: Mapping[str, FloatArray]) -> tuple[FloatArray, tuple[str,
     return best_s, (names[chosen[0]], names[chosen[1]])
 
 
-def rows_of_cell(cell: Cell, results: Mapping[Entry, Measured], seed: int) -> list[Row]:
-    """Return a row per entry, best mean response first; docs/metrics.md defines the keys."""
-    rules = {entry.name: results[entry][MEAN] for entry in results if entry.kind == "rule"}
+def rows_of_cell(
+    cell: str, offered_load: float, results: Mapping[Entry, Measured], seed: int
+) -> list[Row]:
+    """Return a row per entry, best mean response first; docs/metrics.md defines the keys.
+
+    Regret is to the best rule in hindsight, of live entries to the best router.
+    """
+    rules = {
+        entry.name: results[entry][MEAN] for entry in results if entry.kind in ("rule", "live")
+    }
     best_s, names = hindsight_s(rules)
     corrected = holm([paired_p_value(measured[MEAN] - best_s) for measured in results.values()])
     rows: list[Row] = []
@@ -319,10 +328,11 @@ def rows_of_cell(cell: Cell, results: Mapping[Entry, Measured], seed: int) -> li
         regret = t_interval(measured[MEAN] - best_s).over(float(best_s.mean()))
         rows.append(
             {
-                "entry": entry.name, "kind": entry.kind, "cell": cell.name, "seed": seed,
-                "stream_count": len(best_s), "offered_load": cell.load,
+                "entry": entry.name, "kind": entry.kind, "cell": cell, "seed": seed,
+                "stream_count": len(best_s), "offered_load": offered_load,
                 **{key: float(measured[key].mean()) if key in measured else math.nan
                    for key in SHOWN},
+                **({P90_TTFT: float(measured[P90_TTFT].mean())} if P90_TTFT in measured else {}),
                 "best_rule": " or ".join(dict.fromkeys(names)),
                 "regret_mean_fraction": regret.estimate,
                 "regret_mean_ci_low": regret.low, "regret_mean_ci_high": regret.high,
