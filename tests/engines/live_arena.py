@@ -10,12 +10,13 @@ llama.cpp, each with a share of CPU. The gateway and the picker have URLs alone.
 import asyncio
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +29,15 @@ from rival_engines import INFORMATION
 from rival_parity import missing
 from servers import behind_envoy, external_pool, gateway, rival, started
 from unit.paced_endpoint import PAGE
-from unit.several_pickers import BLOCK, Engine
+from unit.several_pickers import BLOCK, BLOCKS_HELD, MAX_BATCH, Engine
 from unit.stub_endpoint import DONE, Stub, an_event, served
 
 from pipelines import arena
 from serve_app.http.free_port import free_port
+from serve_app.load_generator import LoadConfig, make_asks, read_stretches
 from tokenyard.provenance import ResultFile
+from tokenyard.routing.scenario import NO_REWARD, Scenario
+from tokenyard.routing.twin import simulate
 
 ROOT = Path(__file__).parents[2]
 ITERATION = np.array([0.05, 5e-4, 1.5e-3, 0.0])
@@ -110,6 +114,13 @@ CELLS = {
         slower=(), traffic={"scenario": "conversation", "rate": 1.4, "length_scale": 0.04}
     ),
 }  # fmt: skip
+
+
+STANDS_FOR = {
+    "gateway": "marginal_delay", "Envoy": "power_of_two", "vllm-router": "power_of_two",
+    "ray": "ray_default", "sglang-router": "sglang_cache_aware",
+}  # fmt: skip
+"""The rule by which the simulator plays a router; with prefixes smg is `smg_spill`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +272,39 @@ def write_prefixes(path, seed):
             file.write(json.dumps(row) + "\n")
 
 
+def simulated_s(cell, traffic, args):
+    """Simulated mean response of each router's rule, over the traffic of the turns that count."""
+    terms = ("iteration_s", "prefill_token_s", "sequence_s", "kv_token_s")
+    fleet = {
+        "replicas": [
+            {
+                "name": f"r{number}", "max_batch": MAX_BATCH, "token_budget": 1 << 16,
+                "kv_capacity_tokens": BLOCK * BLOCKS_HELD,
+                **dict(zip(terms, (factor * ITERATION).tolist(), strict=True)),
+            }
+            for number, factor in enumerate(cell.slower)
+        ],
+        "scrape_interval_s": 0.25, **({"prefix_block_tokens": BLOCK} if cell.has_prefixes else {}),
+    }  # fmt: skip
+    twin = Scenario.model_validate({
+        "name": "live", "description": "d", "fleet": fleet, "workload": "azure_conv",
+        "arrivals": {"rate_per_s": traffic["rate"]}, "slo_response_s": SLO_S, "reward": NO_REWARD,
+    })  # fmt: skip
+    config = LoadConfig(**traffic, seed=args.seed, duration_s=args.duration_s)
+    learned = math.ceil(args.learn_s / args.duration_s)
+    rules = STANDS_FOR | {"smg": "smg_spill" if cell.has_prefixes else "power_of_two"}
+    means = []
+    for stretch in read_stretches(config, learned + args.repeats)[learned:]:
+        asks = make_asks(config, stretch, 1.0, 4096)
+        lengths = [len(ask.words) for ask in asks], [ask.max_tokens for ask in asks]
+        sent = replace(
+            stretch, context_tokens=np.array(lengths[0]), generated_tokens=np.array(lengths[1])
+        )
+        runs = simulate(twin, "live", sent, {*rules.values()}, args.seed)
+        means.append({rule: run["mean_response_s"] for rule, run in runs.items()})
+    return {name: float(np.mean([one[rule] for one in means])) for name, rule in rules.items()}
+
+
 def main(args):
     """Play the cells, one after the other; return the rows."""
     rows = []
@@ -270,7 +314,7 @@ def main(args):
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             scratch, traffic = (
                 Path(folder),
-                cell.traffic | {"timeout_s": 60.0, "slo_response_s": SLO_S},
+                cell.traffic | {"timeout_s": 60.0},
             )
             if cell.has_prefixes:
                 write_prefixes(scratch / "prefixes.jsonl", args.seed)
@@ -283,7 +327,8 @@ def main(args):
                 if is_there(each)
             }
             live = {
-                "routers": routers, "cells": {name: traffic}, "repeats": args.repeats,
+                "routers": routers, "repeats": args.repeats,
+                "cells": {name: traffic | {"slo_response_s": SLO_S}},
                 "duration_s": times * args.duration_s, "warm_up_s": times * args.warm_up_s,
                 "learn_s": times * args.learn_s,
             }  # fmt: skip
@@ -293,7 +338,12 @@ def main(args):
             arena.main(
                 arena.Args(live=scratch / "live.yaml", seed=args.seed, page=page, json=played)
             )
-            rows += json.loads(played.read_text())["rows"]
+            cell_rows = json.loads(played.read_text())["rows"]
+            if cell.slower:
+                expected_s = simulated_s(cell, traffic, args)
+                for row in cell_rows:
+                    row["simulated_mean_response_s"] = expected_s.get(row["entry"])
+            rows += cell_rows
         if args.json is not None:
             args.json.write_text(json.dumps(rows, indent=1))
     return rows
