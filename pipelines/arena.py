@@ -1,5 +1,7 @@
 """Rank routing policies over many clusters, loads and kinds of traffic; add one of your own.
 
+Rules that hold and place whole sessions have a second board.
+
     python pipelines/arena.py --quick
     python pipelines/arena.py --quick --entry my_rule.py
     python pipelines/arena.py --full --json arena.json
@@ -34,6 +36,7 @@ from tokenyard.routing import arena
 from tokenyard.routing.arena_page import write_page
 from tokenyard.routing.policy_url import PolicyOfUrl, is_url
 from tokenyard.routing.problem import PROBLEM
+from tokenyard.routing.sessions import arena as sessions
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Args:
     """Rank every rule, the policies that ship, and your own."""
 
     quick: bool = False
-    """6 of the cells, with fewer and shorter streams."""
+    """6 of the cells and one of sessions, with fewer and shorter streams."""
     full: bool = False
     """30 streams a cell in place of 8."""
     entry: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -60,11 +63,11 @@ class Args:
     """Write the result rows to this file."""
 
 
-def print_board(console: Console, rows: list[Row]) -> None:
-    """Print the board as a table."""
+def print_board(console: Console, rows: list[Row], title: str) -> None:
+    """Print a board as a table."""
     table = Table(
         "entry", "kind", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
-        title="regret: how much longer the mean response is than the best rule's in hindsight",
+        title=f"{title} is than the best rule's in hindsight",
         title_justify="left",
     )  # fmt: skip
     for heading in ("cells", "mean rank", "mean regret %", "worst %", "better in", "worse in"):
@@ -80,10 +83,11 @@ def print_board(console: Console, rows: list[Row]) -> None:
     console.print(table)
 
 
-def simulated_rows(args: Args, sealed_seed: int) -> tuple[list[Row], list[str], str]:
-    """Play the cells; return their rows, what failed, and what was played."""
+def simulated_rows(args: Args, sealed_seed: int) -> tuple[list[Row], list[Row], list[str], str]:
+    """Play the cells; return their rows, those of sessions, what failed, and what was played."""
     size = arena.QUICK if args.quick else arena.FULL if args.full else arena.USUAL
     cells = arena.find_cells(args.quick, sealed_seed)
+    session_cells = sessions.QUICK_CELLS if args.quick else sessions.CELLS
     for policy in args.entry:
         if is_url(policy):
             PolicyOfUrl(policy)
@@ -96,6 +100,11 @@ def simulated_rows(args: Args, sealed_seed: int) -> tuple[list[Row], list[str], 
     ]
     with processes(args.jobs) as mapped:
         results = list(zip(matches, arena.play_all(matches, mapped), strict=True))
+        of_sessions = [
+            row
+            for name in session_cells
+            for row in sessions.rows_of_sessions(name, size.streams, args.seed, mapped)
+        ]
     rows: list[Row] = []
     for cell in cells:
         of_cell = {match.entry: result for match, result in results if match.cell is cell}
@@ -112,13 +121,13 @@ def simulated_rows(args: Args, sealed_seed: int) -> tuple[list[Row], list[str], 
         if (share := row.get(arena.FAILED))
     ]
     size_line = (
-        f"{len(cells)} cells, {size.streams} streams of {size.requests} requests each; "
-        f"sealed cells: --sealed-seed {sealed_seed}"
+        f"{len(cells)} cells, {size.streams} streams of {size.requests} requests each, and "
+        f"{len(session_cells)} of sessions; sealed cells: --sealed-seed {sealed_seed}"
     )
-    return rows, failed, size_line
+    return rows, of_sessions, failed, size_line
 
 
-def live_rows(args: Args, path: Path) -> tuple[list[Row], list[str], str]:
+def live_rows(args: Args, path: Path) -> tuple[list[Row], list[Row], list[str], str]:
     """Play the cells of a file; return as `simulated_rows`."""
     # It needs what serving does.
     from serve_app.live_arena import play_live, read_live
@@ -140,7 +149,7 @@ def live_rows(args: Args, path: Path) -> tuple[list[Row], list[str], str]:
         if (share := float(row["dropped_fraction"]))
     ]
     size_line = f"{len(live.cells)} cells, {live.repeats} turns of {live.duration_s:g} s each"
-    return rows, failed, size_line
+    return rows, [], failed, size_line
 
 
 def main(args: Args) -> None:
@@ -152,23 +161,25 @@ def main(args: Args) -> None:
     started_s = time.monotonic()
     try:
         if args.live is None:
-            rows, failed, size_line = simulated_rows(args, sealed_seed)
+            rows, of_sessions, failed, size_line = simulated_rows(args, sealed_seed)
         else:
-            rows, failed, size_line = live_rows(args, args.live)
+            rows, of_sessions, failed, size_line = live_rows(args, args.live)
     except ValueError as error:
         sys.exit(f"arena: {error}")
-    summed = arena.board(rows)
+    summed, summed_sessions = arena.board(rows), arena.board(of_sessions)
     console = make_console(150)
-    print_board(console, summed)
+    print_board(console, summed, "regret: how much longer the mean response")
+    print_board(console, summed_sessions, "sessions: how much longer the mean completion")
     for line in failed:
         console.print(f"failed: {line}", markup=False)
     size_line += f"; {time.monotonic() - started_s:.0f} s"
     console.print(size_line, soft_wrap=True)
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
-    write_page(args.page, rows, summed, failed, [size_line, command_line(), installed])
+    write_page(args.page, rows, of_sessions, failed, [size_line, command_line(), installed])
     console.print(f"page: {args.page}", soft_wrap=True)
     if args.json is not None:
-        write_result(args.json, command_line(), args.seed, rows + summed, sealed_seed=sealed_seed)
+        every = rows + summed + of_sessions + summed_sessions
+        write_result(args.json, command_line(), args.seed, every, sealed_seed=sealed_seed)
 
 
 if __name__ == "__main__":

@@ -444,5 +444,6 @@ class AnswerMeter:
 
     def hear(self, equation: Sequence[float]) -> None:
         """Take an equation of somebody else, as `take_settled` returns it."""
-        *terms, weight = (*map(float, equation), 1.0)[:6]
-        self.estimator.observe(*terms, min(max(weight, _VAGUE), 1.0))
+        time_s, iterations, prefill, decoded, kv, weight = (*map(float, equation), 1.0)[:6]
+        weight = min(max(weight, _VAGUE), 1.0)
+        self.estimator.observe(time_s, iterations, prefill, decoded, kv, weight)

@@ -165,12 +165,13 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_is_told(cell, tmp_path)
     found = {one: play(Match(one, cell, TINY, 1)) for one in entries}
     rows = rows_of_cell(cell.name, cell.load, found, 1)
     path = tmp_path / "folder" / "page.html"
-    write_page(path, rows, board(rows), ["<b>bad</b> failed"], ["told"])
+    write_page(path, rows, [], ["<b>bad</b> failed"], ["told"])
     page = path.read_text()
     assert "&lt;b&gt;bad&lt;/b&gt; failed" in page
     assert "src=" not in page
     assert "http" not in page
     assert cell.name in page
+    assert "Sessions: the board" not in page
     assert json.loads(json.dumps(rows))[0]["entry"] == "sed"
     assert math.isnan(rows[0]["mean_ttft_s"])
 
