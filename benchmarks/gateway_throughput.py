@@ -20,10 +20,7 @@ import contextlib
 import json
 import multiprocessing
 import os
-import re
-import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -38,11 +35,18 @@ import numpy as np
 import psutil
 import tyro
 import uvloop
-import yaml
 from rich.table import Table
 from rival_engines import INFORMATION
-from rival_parity import Case, environments, free_ports
-from rival_parity import command as command_of
+from servers import (
+    ENVOYS,
+    PROFILE,
+    Server,
+    behind_envoy,
+    external_pool,
+    gateway,
+    rival,
+    started,
+)
 
 from serve_app.engine_config import EngineConfig
 from serve_app.engines.base import Chunk, Engine, EngineStats, Sampling
@@ -50,16 +54,10 @@ from serve_app.http.free_port import free_port
 from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.types import OrderKey
 
-ROOT = Path(__file__).parents[1]
 OWN_REPLICAS = 2
 TOKENS_PER_S = 50
 TOKENS = 64
 _NICE = 10
-_START_S = 120.0
-PROFILE = {
-    "iteration_s": 0.02, "prefill_token_s": 6e-5, "sequence_s": 5e-5, "max_batch": 64,
-    "token_budget": 512, "kv_capacity_tokens": 150_000,
-}  # fmt: skip
 WHOLE = json.dumps(
     {
         "id": "x", "object": "chat.completion", "created": 1, "model": "m",
@@ -97,9 +95,6 @@ print("serving", flush=True)
 sys.stdin.read()
 """
 END = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
-
-
-ENVOYS = ("Envoy", "Envoy, picker", "Envoy, picker, heads")
 
 
 @dataclass(frozen=True)
@@ -333,24 +328,6 @@ class Turn:
     cpu_s_per_token: float
 
 
-@dataclass(frozen=True)
-class Server:
-    """Something that answers on a port."""
-
-    name: str
-    port: int
-    process: psutil.Process
-
-    def cpu_s(self) -> float:
-        """CPU time of all its processes so far."""
-        total_s = 0.0
-        for one in (self.process, *self.process.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = one.cpu_times()
-                total_s += times.user + times.system
-        return total_s
-
-
 async def load(server: Server, clients: int, stream: bool, block_s: float) -> Turn:
     """Ask for a while; compare with as long a pause."""
     pause_s = block_s / 2
@@ -413,145 +390,6 @@ def stub() -> Iterator[tuple[Server, list[int]]]:
         process.join()
 
 
-@contextlib.contextmanager
-def started(name: str, port: int, command: list[str], root: Path = ROOT) -> Iterator[Server]:
-    """Yield a server that says `serving` once it is up, from the checkout at `root`."""
-    # Ray's workers look where the driver does, in an order of their own: no other checkout may be
-    # there, nor be the working directory.
-    others = [one for one in sys.path if Path(one or ".").resolve() != ROOT]
-    path = [str(root), str(ROOT / "benchmarks"), *others]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=root
-    ) as process:
-        try:
-            assert process.stdout is not None
-            while not (line := process.stdout.readline()).startswith("serving"):
-                assert line, f"{name} did not start"
-            yield Server(name, port, psutil.Process(process.pid))
-        finally:
-            process.terminate()
-            process.wait()
-
-
-@contextlib.contextmanager
-def litellm(ports: list[int]) -> Iterator[Server]:
-    """Yield LiteLLM's proxy before the stub's ports, in one process, as its makers ship it."""
-    port, bases = free_port(), [f"http://127.0.0.1:{one}/v1" for one in ports]
-    models = [
-        {"model_name": "m",
-         "litellm_params": {"model": "hosted_vllm/m", "api_base": base, "api_key": "none"}}
-        for base in bases
-    ]  # fmt: skip
-    known = {
-        "model_list": models, "router_settings": {"routing_strategy": "least-busy"},
-        "litellm_settings": {"telemetry": False},
-    }  # fmt: skip
-    env = os.environ | {
-        # Without a key it asks for permission, and without its own price list for a network.
-        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true", "LITELLM_LOG": "ERROR",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": "",
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.yaml").write_text(yaml.safe_dump(known))
-        command = [
-            str(environments().absolute() / "litellm/bin/litellm"), "--config", "config.yaml",
-            "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1",
-            "--telemetry", "False",
-        ]  # fmt: skip
-        ready = f"http://127.0.0.1:{port}/health/liveliness"
-        with other("LiteLLM", port, command, ready, env, folder) as server:
-            yield server
-
-
-@contextlib.contextmanager
-def rival(name: str, ports: list[int]) -> Iterator[Server]:
-    """Yield a router of others before two of the stub's ports."""
-    if name == "litellm":
-        with litellm(ports) as server:
-            yield server
-        return
-    own, urls = free_ports(), [f"http://127.0.0.1:{one}" for one in ports[:2]]
-    command = command_of(Case(name, "power_of_two", "ray_p2c"), own, urls)
-    ready = f"http://127.0.0.1:{own[0]}/readiness"
-    with other(name, own[0], command, ready, dict(os.environ)) as server:
-        yield server
-
-
-@contextlib.contextmanager
-def other(
-    name: str, port: int, command: list[str], ready: str, env: dict[str, str],
-    folder: str | None = None,
-) -> Iterator[Server]:  # fmt: skip
-    """Yield a server of others, which is there once something answers at `ready`."""
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=env, cwd=folder, **quiet) as process:
-        try:
-            wait_for(ready, process)
-            yield Server(name, port, psutil.Process(process.pid))
-        finally:
-            process.kill()  # Some wait for connections that nobody closes.
-
-
-@contextlib.contextmanager
-def behind_envoy(environment: Path, ports: list[int], name: str) -> Iterator[Server]:
-    """Yield the Envoy of docs/envoy.md before two of the stub's ports, in one of `ENVOYS`."""
-    picks = name != "Envoy"
-    port, grpc_port, http_port = free_port(), free_port(), free_port()
-    page = (ROOT / "docs" / "envoy.md").read_text(encoding="utf-8")
-    config = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
-    [listener] = config["static_resources"]["listeners"]
-    filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
-    if not picks:
-        del filters[:-1]
-    elif name.endswith("heads"):
-        mode = {"response_header_mode": "SEND", "response_trailer_mode": "SEND"}
-        filters[0]["typed_config"]["processing_mode"].update(mode)
-        del filters[1]
-    moved = {8001: ports[0], 8002: ports[1], 8080: port, 9002: grpc_port}
-    text = re.sub("8001|8002|8080|9002", lambda at: str(moved[int(at[0])]), yaml.safe_dump(config))
-    cluster = {"name": "b", "description": "b", "served_model": "m"}
-    cluster["pools"] = [external_pool(ports[:2])]
-    picker = (
-        f"{sys.executable} {ROOT}/pipelines/epp.py --cluster cluster.yaml --port {grpc_port} "
-        f"--http-port {http_port} --decision-log log &"
-    )
-    script = f"{picker * picks} PYTHONPATH= {environment.absolute()}/bin/envoy --concurrency 1 "
-    script += "--disable-hot-restart --log-level error --config-path envoy.yaml & wait"
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "cluster.yaml").write_text(yaml.safe_dump(cluster))
-        (Path(folder) / "envoy.yaml").write_text(text)
-        env = os.environ | {"PYTHONPATH": str(ROOT)}
-        with subprocess.Popen(["bash", "-c", script], env=env, cwd=folder) as process:
-            try:
-                for url in [f"http://127.0.0.1:{http_port}/healthz"] * picks:
-                    wait_for(url, process)
-                wait_for(f"http://127.0.0.1:{port}/metrics", process)
-                yield Server(name, port, psutil.Process(process.pid))
-            finally:
-                for child in psutil.Process(process.pid).children():
-                    child.terminate()
-
-
-def wait_for(url: str, process: subprocess.Popen[Any]) -> None:
-    """Return once something answers there."""
-    until_s = time.monotonic() + _START_S
-    while True:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
-            return
-        assert process.poll() is None, f"what should answer {url} has ended"
-        assert time.monotonic() < until_s, f"{url} did not answer in {_START_S:.0f} s"
-        time.sleep(0.2)
-
-
-def external_pool(ports: list[int]) -> dict[str, Any]:
-    """The stub's ports."""
-    return {
-        "name": "stubs", "kind": "external", "model": "m", "profile": PROFILE,
-        "endpoints": [{"url": f"http://127.0.0.1:{one}"} for one in ports],
-    }  # fmt: skip
-
-
 def own_pool() -> dict[str, Any]:
     """Replicas of ours, with the embedded model's tokenizer."""
     config = {
@@ -563,29 +401,13 @@ def own_pool() -> dict[str, Any]:
     }  # fmt: skip
 
 
-@contextlib.contextmanager
-def gateway(
-    name: str, pool: dict[str, Any], root: Path = ROOT, log: bool = True
-) -> Iterator[Server]:
-    """Yield a gateway before a pool, from the checkout at `root`."""
-    port = free_port()
-    cluster = {"name": "b", "description": "b", "served_model": "m", "pools": [pool]}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "cluster.yaml"
-        file.write_text(yaml.safe_dump(cluster))
-        command = [
-            sys.executable, str(root / "pipelines/deploy.py"), "--cluster", str(file),
-            "--port", str(port), *("--decision-log", str(Path(folder) / "log"))[: 2 * log],
-        ]  # fmt: skip
-        with started(name, port, command, root) as server:
-            yield server
-
-
 def measure_start(ports: list[int]) -> dict[str, float]:
     """Start a gateway, ask it once, and stop it; all its processes count."""
     begun_s = time.monotonic()
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(gateway("tokenyard", external_pool(ports), log=False))
+        server = stack.enter_context(
+            gateway("tokenyard", external_pool(ports, profile=PROFILE), log=False)
+        )
         body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         url, kind = f"http://127.0.0.1:{server.port}/v1/chat/completions", "application/json"
         request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": kind})
@@ -644,16 +466,19 @@ def main(args: Args) -> None:
             return show([measure_start(ports[:2]) for _ in range(args.starts)], args)
         others = {
             "thin": lambda: started("thin Ray Serve", thin_port, thin),
-            "endpoints": partial(gateway, "tokenyard", external_pool(ports)),
+            "endpoints": partial(gateway, "tokenyard", external_pool(ports, profile=PROFILE)),
             "own": partial(gateway, "tokenyard, own pool", own_pool()),
         }
         servers = [alone, *(stack.enter_context(others[name]()) for name in args.servers)]
-        servers += [stack.enter_context(rival(name, ports)) for name in args.rivals]
+        for name in args.rivals:
+            theirs = rival(name, ports if name == "litellm" else ports[:2])
+            servers.append(stack.enter_context(theirs))
         for name in ENVOYS if args.envoy is not None else ():
             assert args.envoy is not None
-            servers.append(stack.enter_context(behind_envoy(args.envoy, ports, name)))
+            two = external_pool(ports[:2], profile=PROFILE)
+            servers.append(stack.enter_context(behind_envoy(args.envoy, ports[:2], name, two)))
         if args.before is not None:
-            pools = {"endpoints": external_pool(ports), "own": own_pool()}
+            pools = {"endpoints": external_pool(ports, profile=PROFILE), "own": own_pool()}
             for name in pools.keys() & args.servers:
                 before = gateway(f"before, {name}", pools[name], args.before)
                 servers.append(stack.enter_context(before))

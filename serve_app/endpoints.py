@@ -9,7 +9,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field, HttpUrl, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    HttpUrl,
+    field_validator,
+    model_validator,
+)
 
 from tokenyard.config import FrozenModel
 
@@ -69,16 +76,28 @@ AnyEndpoint = Annotated[
 
 
 class KubernetesService(FrozenModel):
-    """A service of Kubernetes, whose EndpointSlices are watched."""
+    """A service of Kubernetes, or an InferencePool: what is ready of it is watched."""
 
-    service: _Label
+    service: _Label | None = None
     """Its name."""
+    inference_pool: _Label | None = None
+    """Name of an InferencePool (`inference.networking.k8s.io/v1`), in place of a service. Its
+    InferenceObjectives are read too: one of a priority below 0 is shed first."""
     namespace: _Label | None = None
     """None: the gateway's own."""
     port: _Port | str | None = None
-    """The pods' (`targetPort`), by number or by its name in the service; None: the first."""
+    """The pods' (`targetPort`), by number or by its name in the service; None: the first. A pool
+    names its own."""
     api_server: HttpUrl | None = None
     """None: that of the cluster where the gateway runs."""
+
+    @model_validator(mode="after")
+    def _check(self) -> KubernetesService:
+        if (self.service is None) == (self.inference_pool is None):
+            raise ValueError("give one of service and inference_pool")
+        if self.inference_pool is not None and self.port is not None:
+            raise ValueError("an InferencePool names its ports; leave port out")
+        return self
 
 
 class ServiceDiscovery(FrozenModel):

@@ -301,6 +301,7 @@ class _Replicas:
     """The replicas of a deployment, as a pool of the gateway's."""
 
     takes_any = True
+    objectives: Mapping[str, int] = {}
     max_model_tokens = math.inf
 
     def __init__(self, pool: ExternalPool, router: RequestRouter) -> None:

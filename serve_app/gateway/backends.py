@@ -92,6 +92,7 @@ class ServeBackend:
     """
 
     takes_any = False
+    objectives: Mapping[str, int] = {}
 
     def __init__(self, pool: Pool, handle: DeploymentHandle[Any]) -> None:
         self.name = pool.name

@@ -14,12 +14,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from serve_app.endpoints import AnyEndpoint, Endpoint, Found, ServiceDiscovery
-from serve_app.gateway.kubernetes import watch_service
+from serve_app.gateway.kubernetes import list_objectives, watch_service
 from serve_app.gateway.upstream import url_of
 from serve_app.watched_file import WatchedFile, read_message
 from tokenyard.config import FrozenModel
 
 LOOK_EVERY_S = 0.5
+OBJECTIVES = "objectives"
+"""Name of the source of a pool's InferenceObjectives."""
 
 
 class EndpointsMessage(FrozenModel):
@@ -29,19 +31,26 @@ class EndpointsMessage(FrozenModel):
 
 
 def sources_of(
-    settings: ServiceDiscovery, use: Callable[[str, Found], None], fail: Callable[[str, str], None]
+    settings: ServiceDiscovery,
+    use: Callable[[str, Found], None],
+    prioritise: Callable[[dict[str, int]], None],
+    fail: Callable[[str, str], None],
 ) -> list[Coroutine[Any, Any, None]]:
     """Return a coroutine per source, which runs without end.
 
-    `use` is called with a source and all of its endpoints, `fail` with a source and why it says
-    nothing that can be used.
+    `use` is called with a source and all of its endpoints, `prioritise` with the priorities of all
+    objectives, `fail` with a source and why it says nothing that can be used.
     """
     watches: dict[str, Any] = {"file": _watch_file, "dns": _watch_name, "kubernetes": watch_service}
-    return [
+    sources = [
         watch(where, partial(use, name), partial(fail, name))
         for name, watch in watches.items()
         if (where := getattr(settings, name)) is not None
     ]
+    if settings.kubernetes is not None and settings.kubernetes.inference_pool is not None:
+        fail_objectives = partial(fail, OBJECTIVES)
+        sources.append(list_objectives(settings.kubernetes, prioritise, fail_objectives))
+    return sources
 
 
 async def _watch_file(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -176,6 +176,10 @@ class Backend(Protocol):
     name: str
     takes_any: bool
     """Whether its replicas say themselves what they do not understand."""
+
+    @property
+    def objectives(self) -> Mapping[str, int]:
+        """Priorities of its InferenceObjectives in Kubernetes, by name."""
 
     @property
     def max_model_tokens(self) -> float:

@@ -21,7 +21,7 @@ from serve_app.cluster import ExternalPool
 from serve_app.endpoints import Endpoint, Found, is_allowed
 from serve_app.engines.base import EngineStatus
 from serve_app.engines.waiting import ArrivalKeys, priority_of
-from serve_app.gateway.discovery import sources_of
+from serve_app.gateway.discovery import OBJECTIVES, sources_of
 from serve_app.gateway.endpoint_speed import SHARE_EVERY_S, EndpointSpeed
 from serve_app.gateway.engine_metrics import StuckMetrics
 from serve_app.gateway.exchange import Attempt, Downstream
@@ -152,6 +152,7 @@ class ExternalBackend:
         self._share_at_s = 0.0
         self._owners = {} if owners is None else owners
         self._in_file: Found = dict.fromkeys(endpoint.address for endpoint in pool.endpoints)
+        self.objectives: dict[str, int] = {}
         self._discovered: dict[str, Found] = {}
         """Endpoints that service discovery has found, by source."""
         self._added: dict[str, None] = {}
@@ -178,7 +179,8 @@ class ExternalBackend:
         for endpoint in self._endpoints.values():
             endpoint.start()
         if self.settings.service_discovery is not None:
-            sources = sources_of(self.settings.service_discovery, self._use, self._fail)
+            found = self.settings.service_discovery
+            sources = sources_of(found, self._use, self._prioritise, self._fail)
             self._tasks += map(asyncio.create_task, sources)
 
     async def stop(self) -> None:
@@ -319,6 +321,10 @@ class ExternalBackend:
             self._note("endpoints read", self.name, f"{len(kept)} are in its file")
         self._discovered[source] = kept
         self._settle()
+
+    def _prioritise(self, objectives: dict[str, int]) -> None:
+        self.objectives = objectives
+        self._problems.pop(OBJECTIVES, None)
 
     def _fail(self, source: str, why: str) -> None:
         """Note that a source cannot be used; its last endpoints stay."""

@@ -42,6 +42,8 @@ from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.sessions.rules import make_rule
 from tokenyard.workload.answer_lengths import AnswerLengths
 
+SHEDDABLE_FRACTION = 0.5
+"""Share of the requests in flight to which one of a priority below 0 may add."""
 _DRAIN_POLL_S = 0.05
 _LAST_EVENTS_S = 1.0
 """Time to send errors to callers that are cut off."""
@@ -104,6 +106,20 @@ class Gateway:
         self._answers: set[Answer] = set()
         """Those under way."""
         self._catalog = ModelCatalog(self.cluster)
+
+    def class_of_objective(self, objective: str) -> SloClass:
+        """Return the class of that name, else the first.
+
+        Where Kubernetes has an InferenceObjective of that name with a priority below 0, that is let
+        in only while `SHEDDABLE_FRACTION` of what may be in flight is not.
+        """
+        if (named := self.cluster.service_class(objective)) is not None:
+            return named
+        first = self.cluster.classes[0]
+        if any(backend.objectives.get(objective, 0) < 0 for backend in self.backends.values()):
+            fraction = SHEDDABLE_FRACTION * first.admitted_fraction
+            return first.model_copy(update={"admitted_fraction": fraction})
+        return first
 
     async def serve(
         self, request: InferenceRequest, service_class: SloClass, downstream: Downstream

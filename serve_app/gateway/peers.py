@@ -3,8 +3,9 @@
 Each publishes what it has sent, the first token of each answer, and its end. The others count that
 as in flight at the same replica, and its prompt as cached there. Messages may come late or not at
 all: now and then each names everything it has open, with its tokens so far, and what is not named
-is over. A peer that says
-nothing has nothing open, as far as it is counted; replicas still publish what they have.
+is over. With that it tells how long iterations took, so that all learn speeds from all answers. A
+peer that says nothing has nothing open, as far as it is counted; replicas still publish what they
+have.
 """
 
 from __future__ import annotations
@@ -172,7 +173,12 @@ class Peers:
             request_id: replica.in_flight.num_generated(request_id)
             for request_id, replica in self._open.items()
         }
-        self._send_events([["all", num_generated]])
+        learned = {
+            replica_id: equations
+            for replica_id, replica in self._table.replicas.items()
+            if (meter := replica.in_flight.meter) and (equations := meter.take_settled())
+        }
+        self._send_events([["all", num_generated], ["learned", learned]])
         now_s = self._clock_s()
         for name, heard_s in (*self._heard_s.items(),):
             if now_s - heard_s > _SILENT_S:
@@ -214,6 +220,13 @@ class Peers:
             for known_id in opened.keys() & num_generated:
                 opened[known_id][0].in_flight.receive(known_id, int(num_generated[known_id]))
             return self._keep(name, {*num_generated}, now_s - _GRACE_S)
+        if kind == "learned":
+            for replica_id, equations in dict(fields[0]).items():
+                known = self._table.replicas.get(replica_id)
+                if known is not None and (meter := known.in_flight.meter) is not None:
+                    for equation in equations:
+                        meter.hear(equation)
+            return None
         request_id = str(fields[0])
         if kind == "send":
             _, replica_id, num_tokens, num_ids, match_tokens, output_tokens, blocks = fields

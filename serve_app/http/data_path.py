@@ -190,8 +190,7 @@ class DataPath:
         service_class = self._gateway.cluster.service_class(name)
         objective = headers.get(_OBJECTIVE, b"").decode("latin-1")
         if not name and objective:
-            # An objective without a class of its own is served as one that is not named.
-            service_class = self._gateway.cluster.service_class(objective) or service_class
+            service_class = self._gateway.class_of_objective(objective)
         if service_class is None:
             names = [each.name for each in self._gateway.cluster.classes]
             raise BadRequest(

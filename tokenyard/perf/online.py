@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -340,6 +340,7 @@ class AnswerMeter:
         self._since = 0.0, 0.0, 0.0, 0.0
         self._held, self._whole_s = 0.0, -math.inf
         self._equations: deque[tuple[float, ...]] = deque(maxlen=_MOST_NOTED)
+        self._settled: deque[tuple[float, ...]] = deque(maxlen=_MOST_NOTED)
 
     def send(self, request_id: str, computed: float) -> None:
         """Note that a request is sent, of whose prompt so many tokens are not cached."""
@@ -432,4 +433,17 @@ class AnswerMeter:
     def settle(self) -> None:
         """Give the estimator the equations that were noted."""
         while self._equations:
-            self.estimator.observe(*self._equations.popleft())
+            self._settled.append(self._equations.popleft())
+            self.estimator.observe(*self._settled[-1])
+
+    def take_settled(self) -> list[tuple[float, ...]]:
+        """Return the equations since the last call, for others who know the same replica."""
+        settled = [*self._settled]
+        self._settled.clear()
+        return settled
+
+    def hear(self, equation: Sequence[float]) -> None:
+        """Take an equation of somebody else, as `take_settled` returns it."""
+        time_s, iterations, prefill, decoded, kv, weight = (*map(float, equation), 1.0)[:6]
+        weight = min(max(weight, _VAGUE), 1.0)
+        self.estimator.observe(time_s, iterations, prefill, decoded, kv, weight)

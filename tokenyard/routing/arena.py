@@ -44,7 +44,7 @@ from tokenyard.statistics.intervals import holm, paired_p_value, t_interval
 from tokenyard.types import FloatArray
 from tokenyard.workload.paths import find_trace
 
-EntryKind = Literal["rule", "learned", "file", "url"]
+EntryKind = Literal["rule", "learned", "file", "url", "live"]
 MEAN = "mean_response_s"
 SHOWN = (
     MEAN, "p99_response_s", "mean_ttft_s", "p99_ttft_s", "slo_violation_fraction", "goodput_per_s",
@@ -309,28 +309,34 @@ def hindsight_s(rules: Mapping[str, FloatArray]) -> tuple[FloatArray, tuple[str,
     return best_s, (names[chosen[0]], names[chosen[1]])
 
 
-def rows_of_cell(cell: Cell, results: Mapping[Entry, Measured], seed: int) -> list[Row]:
-    """Return a row per entry, best mean response first; docs/metrics.md defines the keys."""
-    rules = {entry.name: results[entry][MEAN] for entry in results if entry.kind == "rule"}
+def rows_of_cell(
+    cell: str, load: float, results: Mapping[Entry, Measured], seed: int, mean: str = MEAN
+) -> list[Row]:
+    """Return a row per entry, best `mean` first; docs/metrics.md defines the keys.
+
+    Regret is to the best rule in hindsight, of live entries to the best router.
+    """
+    rules = {
+        entry.name: results[entry][mean] for entry in results if entry.kind in ("rule", "live")
+    }
     best_s, names = hindsight_s(rules)
-    corrected = holm([paired_p_value(measured[MEAN] - best_s) for measured in results.values()])
+    corrected = holm([paired_p_value(measured[mean] - best_s) for measured in results.values()])
     rows: list[Row] = []
     for (entry, measured), p_value in zip(results.items(), corrected, strict=True):
-        regret = t_interval(measured[MEAN] - best_s).over(float(best_s.mean()))
+        regret = t_interval(measured[mean] - best_s).over(float(best_s.mean()))
         rows.append(
             {
-                "entry": entry.name, "kind": entry.kind, "cell": cell.name, "seed": seed,
-                "stream_count": len(best_s), "offered_load": cell.load,
-                **{key: float(measured[key].mean()) if key in measured else math.nan
-                   for key in SHOWN},
+                "entry": entry.name, "kind": entry.kind, "cell": cell, "seed": seed,
+                "stream_count": len(best_s), "offered_load": load,
+                **dict.fromkeys(SHOWN, math.nan),
+                **{key: float(measured[key].mean()) for key in measured},
                 "best_rule": " or ".join(dict.fromkeys(names)),
                 "regret_mean_fraction": regret.estimate,
                 "regret_mean_ci_low": regret.low, "regret_mean_ci_high": regret.high,
                 "regret_mean_p_holm": p_value,
-                **({FAILED: float(measured[FAILED].mean())} if FAILED in measured else {}),
             }
         )  # fmt: skip
-    rows.sort(key=lambda row: float(row[MEAN]))
+    rows.sort(key=lambda row: float(row[mean]))
     return [{**row, "rank": rank} for rank, row in enumerate(rows, 1)]
 
 

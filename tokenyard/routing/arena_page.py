@@ -8,20 +8,31 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tokenyard.problem import Row
-from tokenyard.routing.arena import SIGNIFICANT
+from tokenyard.routing.arena import SIGNIFICANT, board
 
 _FULL_COLOUR = 0.3
 """Regret from which on a cell of the map has its full colour."""
+_COLUMNS = (
+    ("mean_response_s", "mean, s", 1), ("p99_response_s", "p99, s", 1),
+    ("mean_ttft_s", "first token, s", 1), ("slo_violation_fraction", "SLO violations, %", 100),
+    ("goodput_per_s", "goodput, 1/s", 1), ("dropped_fraction", "dropped, %", 100),
+)  # fmt: skip
+"""Measures of a row, their headings, and what they are multiplied by."""
+_SESSION_COLUMNS = (
+    ("mean_completion_s", "mean completion, s", 1), ("p99_completion_s", "p99, s", 1),
+    ("sessions_in_slo_fraction", "in SLO, %", 100), ("mean_ttft_s", "first token, s", 1),
+    ("p99_ttft_s", "its p99, s", 1), ("held_turns_fraction", "held turns, %", 100),
+)  # fmt: skip
 
 
 def write_page(
     path: Path,
     rows: Sequence[Row],
-    summed: Sequence[Row],
+    sessions: Sequence[Row],
     failed: Sequence[str],
     details: Sequence[str],
 ) -> None:
-    """Write the page of `arena.rows_of_cell` and `arena.board`; its folder is created.
+    """Write the page of rows of routing and of sessions; its folder is created.
 
     `failed` are sentences on entries that failed, `details` say what was run.
     """
@@ -30,12 +41,25 @@ def write_page(
         lstrip_blocks=True, undefined=StrictUndefined,
     )  # fmt: skip
     environment.filters |= {"percent": _percent, "colour": _colour}
-    cells = list(dict.fromkeys(str(row["cell"]) for row in rows))
+    boards = [
+        {
+            "heading": heading,
+            "mean": mean,
+            "columns": columns,
+            "summed": board(some),
+            "results": {(row["entry"], row["cell"]): row for row in some},
+            "of_cell": {
+                cell: [row for row in some if row["cell"] == cell]
+                for cell in dict.fromkeys(str(row["cell"]) for row in some)
+            },
+        }
+        for heading, mean, columns, some in (
+            ("Requests", "response", _COLUMNS, rows),
+            ("Sessions", "completion", _SESSION_COLUMNS, sessions),
+        )
+    ]
     page = environment.get_template("arena.html").render(
-        cells=cells,
-        results={(row["entry"], row["cell"]): row for row in rows},
-        of_cell={cell: [row for row in rows if row["cell"] == cell] for cell in cells},
-        summed=summed,
+        boards=boards,
         failed=failed,
         details=details,
         significant=SIGNIFICANT,

@@ -211,7 +211,7 @@ class SlowSessions:
             ru.PROGRAM_FCFS: s.arrival,
             ru.LEAST_ATTAINED: s.attained,
             ru.MOST_CACHED: uncached * 1e6 + s.ready * 1e-3,
-            ru.LEAST_REMAINING: s.turns[s.turn][3],
+            ru.LEAST_REMAINING: s.turns[s.turn][3] + rule.uncached * uncached,
         }[rule.order]
 
     def begin(self, r):

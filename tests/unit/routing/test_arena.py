@@ -108,7 +108,7 @@ def test_regret_is_paired_and_over_the_best_rule(cell):
         Entry(name, kind, name): {key: times for key in arena.SHOWN}
         for name, kind, times in (("a", "rule", slow), ("b", "rule", fast), ("c", "file", slow))
     }
-    rows = rows_of_cell(cell, found, 1)
+    rows = rows_of_cell(cell.name, cell.load, found, 1)
     assert [row["entry"] for row in rows] == ["b", "a", "c"]
     assert [row["rank"] for row in rows] == [1, 2, 3]
     assert rows[0]["regret_mean_fraction"] == 0.0
@@ -163,14 +163,15 @@ def test_an_entry_that_misbehaves_loses_nothing_of_the_others(
 def test_the_page_needs_nothing_else_and_escapes_what_it_is_told(cell, tmp_path):
     entries = [Entry(name, "rule", name) for name in ("sed", "random")]
     found = {one: play(Match(one, cell, TINY, 1)) for one in entries}
-    rows = rows_of_cell(cell, found, 1)
+    rows = rows_of_cell(cell.name, cell.load, found, 1)
     path = tmp_path / "folder" / "page.html"
-    write_page(path, rows, board(rows), ["<b>bad</b> failed"], ["told"])
+    write_page(path, rows, [], ["<b>bad</b> failed"], ["told"])
     page = path.read_text()
     assert "&lt;b&gt;bad&lt;/b&gt; failed" in page
     assert "src=" not in page
     assert "http" not in page
     assert cell.name in page
+    assert "Sessions: the board" not in page
     assert json.loads(json.dumps(rows))[0]["entry"] == "sed"
     assert math.isnan(rows[0]["mean_ttft_s"])
 

@@ -100,7 +100,11 @@ def test_a_pod_runs_a_command_that_there_is_with_its_ports_and_its_file(name):
     (account,) = objects["RoleBinding"]["subjects"]
     assert pod["spec"]["serviceAccountName"] == account["name"]
     cluster = load_cluster(str(FOLDER / name / "cluster.yaml"))
-    assert cluster.external_pools[0].service_discovery.kubernetes.service == "vllm"
+    named = cluster.external_pools[0].service_discovery.kubernetes
+    pool = objects.get("InferencePool")
+    assert (named.service, named.inference_pool) == (
+        ("vllm", None) if pool is None else (None, pool["metadata"]["name"])
+    )
     assert not cluster.needs_ray
 
 

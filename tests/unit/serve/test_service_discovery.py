@@ -261,6 +261,8 @@ class ApiServer:
 
     def __init__(self):
         self.slices = {}
+        self.objects = {}
+        """What it answers to other paths, by path."""
         self.version = 1
         self.watchers = set()
         self.asked = []
@@ -284,6 +286,20 @@ class ApiServer:
         what = "DELETED" if not urls else "MODIFIED" if known else "ADDED"
         self.tell({"type": what, "object": item})
 
+    def put_pod(self, name, url, ready=True, ending=False):
+        """Let a pod be, where a URL is."""
+        self.version += 1
+        known = name in self.slices
+        self.slices[name] = {
+            "metadata": {"name": name, "resourceVersion": str(self.version)}
+            | ({"deletionTimestamp": "2026-01-01T00:00:00Z"} if ending else {}),
+            "status": {
+                "podIP": urlsplit(url).hostname,
+                "conditions": [{"type": "Ready", "status": str(ready)}],
+            },
+        }
+        self.tell({"type": "MODIFIED" if known else "ADDED", "object": self.slices[name]})
+
     def tell(self, event):
         for writer in self.watchers:
             line = json.dumps(event).encode() + b"\n"
@@ -305,16 +321,19 @@ class ApiServer:
                 if "watch" in parse_qs(url.query) and self.status == 200:
                     await self.watch(writer, parse_qs(url.query))
                 else:
-                    self.list(writer)
+                    self.list(writer, url.path)
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
-    def list(self, writer):
+    def list(self, writer, path):
         found = {
             "metadata": {"resourceVersion": str(self.version)}, "items": [*self.slices.values()]
         }  # fmt: skip
+        status = self.status
+        if "inference" in path:
+            found, status = self.objects.get(path, {}), 200 if path in self.objects else 404
         body = json.dumps(found).encode()
-        writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (self.status, len(body)))
+        writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(body)))
         writer.write(body)
 
     async def watch(self, writer, query):
@@ -411,6 +430,106 @@ def test_a_watch_that_ends_in_any_way_goes_on(monkeypatch, tmp_path):
                 api.put("a", [old.url])
                 await others_come(old.url, new.url)
                 assert not problem(pools, "kubernetes")
+
+    run(test)
+
+
+POOL = "/apis/inference.networking.k8s.io/v1/namespaces/llm/inferencepools/engines"
+
+
+def an_inference_pool(port):
+    return {
+        "spec": {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [{"number": port}]}
+    }
+
+
+def in_inference_pool(api):
+    return in_kubernetes(api, service=None, port=None, inference_pool="engines")
+
+
+def test_the_ready_pods_of_an_inference_pool_are_listed_and_watched(monkeypatch, tmp_path):
+    monkeypatch.setattr(kubernetes, "ACCOUNT", tmp_path)
+
+    async def test():
+        async with stubs(1) as (engine,), an_api_server() as api:
+            api.objects[POOL] = an_inference_pool(urlsplit(engine.url).port)
+            other = engine.url.replace("127.0.0.1", "127.0.0.2")
+            api.put_pod("starts", engine.url, ready=False)
+            api.put_pod("ends", other, ending=True)
+            async with a_site(in_inference_pool(api)) as (client, gateway, _):
+                await until(lambda: api.watchers)
+                assert not gateway.table.replicas
+                api.put_pod("starts", engine.url)
+                await until(lambda: gateway.refresh() and {*gateway.table.replicas} == {engine.url})
+                assert text_of(await client.post("/v1/completions", json=BODY)) == "ok"
+                api.put_pod("ends", other)
+                await until(
+                    lambda: gateway.refresh() and {*gateway.table.replicas} == {engine.url, other}
+                )
+            [asked] = [(path, query) for path, query, _ in api.asked if "watch" in query]
+            assert asked[0] == "/api/v1/namespaces/llm/pods"
+            assert asked[1]["labelSelector"] == ["app=vllm"]
+
+    run(test)
+
+
+def test_a_pool_that_is_not_there_and_one_that_changes(monkeypatch, tmp_path):
+    monkeypatch.setattr(kubernetes, "ACCOUNT", tmp_path)
+    monkeypatch.setattr(kubernetes, "_AGAIN_S", 0.05)
+
+    async def test():
+        async with stubs(2) as (one, two), an_api_server() as api:
+            api.put_pod("a", one.url)
+            async with a_site(in_inference_pool(api)) as (_, gateway, pools):
+                await until(lambda: "answered 404" in problem(pools, "kubernetes"))
+                for stub in (one, two):
+                    api.objects[POOL] = an_inference_pool(urlsplit(stub.url).port)
+                    api.hang_up()
+                    await until(
+                        lambda url=stub.url: (
+                            gateway.refresh() and {*gateway.table.replicas} == {url}
+                        )
+                    )
+                    await until(lambda: api.watchers)
+
+    run(test)
+
+
+@pytest.mark.parametrize("group", kubernetes._OBJECTIVES)
+def test_an_objective_of_a_priority_below_zero_is_shed_first(group, monkeypatch, tmp_path):
+    monkeypatch.setattr(kubernetes, "ACCOUNT", tmp_path)
+
+    def objective(name, pool, **spec):
+        return {"metadata": {"name": name}, "spec": {"poolRef": {"name": pool}, **spec}}
+
+    async def test():
+        async with stubs(1) as (engine,), an_api_server() as api:
+            api.objects[POOL] = an_inference_pool(urlsplit(engine.url).port)
+            api.put_pod("a", engine.url)
+            api.objects[group.format("llm")] = {
+                "items": [
+                    objective("batch", "engines", priority=-1), objective("chat", "engines"),
+                    objective("other", "theirs", priority=-1),
+                ]
+            }  # fmt: skip
+            site = a_site(in_inference_pool(api), limits={"max_in_flight": 2})
+            async with site as (client, gateway, pools):
+                await until(lambda: pools["theirs"].objectives == {"batch": -1, "chat": 0})
+                await until(lambda: gateway.refresh() and gateway.table.replicas)
+                engine.script = HANG, OK[0]
+                held = asyncio.create_task(client.post("/v1/completions", json=BODY))
+                await until(lambda: engine.num_open)
+                engine.script = OK
+
+                async def status(objective):
+                    headers = {"x-gateway-inference-objective": objective}
+                    answer = await client.post("/v1/completions", json=BODY, headers=headers)
+                    return answer.status_code
+
+                named = ("batch", "chat", "other", "nobody")
+                assert [await status(name) for name in named] == [429, 200, 200, 200]
+                held.cancel()
+                await asyncio.gather(held, return_exceptions=True)
 
     run(test)
 
@@ -666,6 +785,11 @@ def test_a_cluster_file_says_it_all_and_a_deployment_is_told_the_same(tmp_path):
     [
         ([a_pool()], "give endpoints, service_discovery, or what is allowed"),
         ([a_pool(endpoints=["http://a", "http://a/v1"])], "appears more than once"),
+        ([a_pool(service_discovery={"kubernetes": {}})], "give one of service and inference_pool"),
+        (
+            [a_pool(service_discovery={"kubernetes": {"inference_pool": "a", "port": 1}})],
+            "an InferencePool names its ports",
+        ),
         ([a_pool(service_discovery={"file": "here.yaml"})], "must begin with /"),
         ([a_pool(allowed=["no host"])], "match pattern"),
     ],

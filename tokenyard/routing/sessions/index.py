@@ -61,7 +61,7 @@ def waiting_key(rule, ready_s, arrival_s, uncached_s, attained_tokens, remaining
     if order == ru.MOST_CACHED:
         return uncached_s * 1e6 + ready_s * 1e-3
     if order == ru.LEAST_REMAINING:
-        return remaining_s
+        return remaining_s + rule[ru.UNCACHED] * uncached_s
     if order == ru.BOOST:
         boost_s = rule[ru.BOOST_S]
         short = 1.0 - math.exp(-max(uncached_s, 1e-9) / boost_s)

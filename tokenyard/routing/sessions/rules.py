@@ -21,8 +21,8 @@ FCFS, BOOST, PROGRAM_FCFS, LEAST_ATTAINED, MOST_CACHED, LEAST_REMAINING = range(
     ORDER, BOOST_S, PINNED, PAUSED_FIRST, STICKY, BY_RUNNING, KNOWS_ENDS, HOLD_S, MOST_ACTIVE,
     FULL_AT, LEASE_S, GROWTH_TOKENS, BACKFILL, WAITED, AGE, STARTED, CACHED_SHARE, REMAINING,
     CONTEXT, ATTAINED, MISS, PENDING, DECODE, FILL, OVERFLOW, TICK_S, SPARE, OWN_REPLICA,
-    HALF_LIFE_S, PAUSE_S, NUM_RULE,
-) = range(31)  # fmt: skip
+    HALF_LIFE_S, PAUSE_S, UNCACHED, NUM_RULE,
+) = range(32)  # fmt: skip
 """Places of the fields of `SessionRule`, in their order."""
 
 
@@ -95,6 +95,9 @@ class SessionRule:
     looks for room; inf: they all count."""
     pause_s: float = 0.0
     """How often ThunderAgent pauses sessions, at ticks; 0: at each."""
+    uncached: float = 0.0
+    """Seconds of remaining work that a second of prompt that is not cached adds to the key of the
+    order LEAST_REMAINING."""
 
     @property
     def vector(self) -> FloatArray:
@@ -114,10 +117,14 @@ _THUNDER = SessionRule(
 _WORKING_SET = SessionRule(
     full_at=0.9, lease_s=20.0, paused_first=1.0, miss=1.0, pending=0.0, decode=0.0, fill=1.0
 )
-_INDEX = SessionRule(
-    order=LEAST_REMAINING, full_at=0.97, lease_s=20.0, growth_tokens=1000.0, backfill=6.0,
-    pinned=1.0, paused_first=1.0, age=0.0, started=0.5, cached_share=0.5, remaining=0.8,
+_INDEX_LAS = SessionRule(
+    order=LEAST_ATTAINED, full_at=0.97, lease_s=20.0, growth_tokens=1000.0, backfill=6.0,
+    pinned=1.0, paused_first=1.0, age=0.0, started=0.5, cached_share=0.5, attained=1.0,
     decode=0.5, fill=0.5, pending=0.5,
+)  # fmt: skip
+_INDEX = replace(
+    _INDEX_LAS, order=LEAST_REMAINING, uncached=50.0, attained=0.0, remaining=0.8, hold_s=1.0,
+    growth_tokens=200.0, decode=0.3, fill=0.7, pending=1.0,
 )  # fmt: skip
 
 RULES: dict[str, SessionRule] = {
@@ -141,7 +148,7 @@ RULES: dict[str, SessionRule] = {
     "thunderagent_own_replica": replace(_THUNDER, own_replica=1.0),
     "working_set": _WORKING_SET,
     "working_set_las": replace(_WORKING_SET, age=0.0, attained=1.0),
-    "index_las": replace(_INDEX, order=LEAST_ATTAINED, remaining=0.0, attained=1.0),
+    "index_las": _INDEX_LAS,
     "index": _INDEX,
 }
 """By name. `sticky` chooses a session's home by cost, `fill` by how full KV memory is, `per_turn`

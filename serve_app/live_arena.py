@@ -1,0 +1,174 @@
+"""The live cells of the arena: routers that listen somewhere play the same traffic in turns.
+
+They are named in a file:
+
+    routers: {mine: "http://127.0.0.1:8000", theirs: "http://127.0.0.1:8100"}
+    cells:
+      chat: {scenario: interactive_chat, rate: 4, length_scale: 0.1, slo_response_s: 5}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from pydantic import Field, model_validator
+
+from serve_app.load_generator import (
+    Ask,
+    Client,
+    LoadConfig,
+    ReplayedAnswer,
+    make_asks,
+    read_stretches,
+    replay,
+)
+from serve_app.watched_file import read_message
+from tokenyard import metrics
+from tokenyard.config import FrozenModel
+from tokenyard.types import FloatArray
+
+Measured = dict[str, FloatArray]
+"""Measures by repeat, shape (repeats,) each."""
+_PLAYED = {field.name for field in fields(LoadConfig)} - {"url", "advance", "duration_s"}
+
+
+class Live(FrozenModel):
+    """What plays, and how long."""
+
+    routers: dict[str, str] = Field(min_length=2)
+    """Base URL of each router, by its name. All stand before the same engines, or before equal ones
+    of their own."""
+    cells: dict[str, dict[str, Any]] = Field(min_length=1)
+    """Options of `tokenyard replay` for the traffic of each cell (`scenario` or `trace`, `rate`,
+    `length_scale`, ...), and `slo_response_s`."""
+    repeats: int = Field(5, ge=2)
+    """Turns of each router. Each repeat has the next part of the traffic, the same for all."""
+    duration_s: float = Field(30.0, gt=0)
+    """Length of a turn."""
+    warm_up_s: float = Field(0.0, ge=0)
+    """What is sent at the beginning of a turn and not judged, as queues are empty then."""
+    learn_s: float = Field(0.0, ge=0)
+    """Length of one more turn before the first, not judged, in which routers may learn."""
+    together: bool = False
+    """Whether routers play at the same time. Only for routers with engines of their own."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Live:
+        if self.warm_up_s >= self.duration_s:
+            raise ValueError(f"warm_up_s {self.warm_up_s:g} leaves nothing of duration_s to judge")
+        for name, options in self.cells.items():
+            if unknown := sorted(options.keys() - _PLAYED - {"slo_response_s"}):
+                raise ValueError(f"cell {name}: no option {unknown[0]!r} of traffic")
+        return self
+
+
+def read_live(path: Path) -> Live:
+    """Read the file of live cells.
+
+    Raises:
+        ValueError: It cannot be read, or has a field that means nothing; one sentence.
+    """
+    return read_message(path, Live, "live cells")
+
+
+def play_live(
+    live: Live, seed: int, tell: Callable[[str], None]
+) -> Iterator[tuple[str, float, dict[str, Measured]]]:
+    """Play each cell; yield its name, its requests per second, and what was measured.
+
+    `tell` hears of each turn.
+
+    Raises:
+        ValueError: A router does not answer, or the traffic cannot be made.
+    """
+    for name, options in live.cells.items():
+        slo_s = options.get("slo_response_s", math.inf)
+        traffic = {key: value for key, value in options.items() if key != "slo_response_s"}
+        config = LoadConfig(**{"seed": seed} | traffic, duration_s=live.duration_s)
+        try:
+            yield name, *asyncio.run(_play(live, name, config, slo_s, tell))
+        except (httpx.HTTPError, KeyError, IndexError) as error:
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(
+                f"cell {name}: a router does not say which model it serves: {why}"
+            ) from None
+
+
+async def _play(
+    live: Live, cell: str, config: LoadConfig, slo_s: float, tell: Callable[[str], None]
+) -> tuple[float, dict[str, Measured]]:
+    """Requests per second, and the measures of every router by repeat."""
+    learned = math.ceil(live.learn_s / live.duration_s)
+    stretches = read_stretches(config, live.repeats + learned)
+    clients = {
+        name: Client(LoadConfig(url=url, timeout_s=config.timeout_s))
+        for name, url in live.routers.items()
+    }
+    turns: dict[str, list[dict[str, float]]] = {router: [] for router in clients}
+
+    async def play_turn(number: int, router: str) -> None:
+        client = clients[router]
+        # Nothing of another's turn may be in an engine's prefix cache.
+        salt = number if live.together else secrets.randbits(32)
+        asks = make_asks(config, stretches[number], words_per_token[router], longest[router], salt)
+        answers, _ = await replay(client, asks)
+        if number >= learned:
+            turns[router].append(_summarise(asks, answers, live.warm_up_s, slo_s))
+            mean_s = turns[router][-1]["mean_response_s"]
+            tell(f"{cell}, turn {number - learned + 1}, {router}: mean {mean_s:.3f} s")
+
+    words_per_token: dict[str, float] = {}
+    longest: dict[str, int] = {}
+    try:
+        for router, client in clients.items():
+            card = (await client.get("/v1/models"))["data"][0]
+            client.model, longest[router] = card["id"], int(card.get("max_model_len") or 4096)
+            words_per_token[router] = await client.words_per_token()
+        for number in range(len(stretches)):
+            first = number % len(clients)
+            order = [*clients][first:] + [*clients][:first]
+            if live.together:
+                await asyncio.gather(*(play_turn(number, router) for router in order))
+                continue
+            for router in order:
+                await play_turn(number, router)
+                await asyncio.sleep(config.pause_s)
+    finally:
+        await asyncio.gather(*(client.close() for client in clients.values()))
+    num_requests = sum(stretch.num_requests for stretch in stretches)
+    rate_per_s = num_requests / (len(stretches) * live.duration_s)
+    return rate_per_s, {
+        router: {key: np.array([turn[key] for turn in measured]) for key in measured[0]}
+        for router, measured in turns.items()
+    }
+
+
+def _summarise(
+    asks: Sequence[Ask], answers: Sequence[ReplayedAnswer], warm_up_s: float, slo_s: float
+) -> dict[str, float]:
+    """Measures of what was sent after the warm-up; what failed counts as `metrics` says."""
+    arrival_s = np.array([ask.arrival_s for ask in asks])
+    response_s = np.array([answer.response_s for answer in answers])
+    ttft_s = np.array([answer.ttft_s for answer in answers])
+    judged = arrival_s >= warm_up_s
+    waited_s = metrics.offered_s(response_s, arrival_s, response_s)[judged]
+    first_s = metrics.offered_s(ttft_s, arrival_s, response_s)[judged]
+    violations = metrics.violations(response_s[judged], slo_s)
+    return {
+        "mean_response_s": metrics.mean(waited_s),
+        "p99_response_s": metrics.percentile(waited_s, 99),
+        "mean_ttft_s": metrics.mean(first_s),
+        "p90_ttft_s": metrics.percentile(first_s, 90),
+        "p99_ttft_s": metrics.percentile(first_s, 99),
+        "slo_violation_fraction": metrics.slo_violation_fraction(violations),
+        "goodput_per_s": metrics.goodput_per_s(arrival_s[judged], violations),
+        "dropped_fraction": metrics.dropped_fraction(response_s[judged]),
+    }
