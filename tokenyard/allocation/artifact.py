@@ -7,7 +7,7 @@ learned. `KINDS` is the one table of what there is to know of a kind. To add one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -72,13 +72,6 @@ class AllocationArtifact(Artifact[AllocationMetadata]):
         return self.metadata.forecaster
 
 
-@dataclass(frozen=True)
-class AllocationKind(Kind[AllocationArtifact]):
-    """What there is to know of one kind of allocation policies."""
-
-    policy: Callable[[AllocationArtifact], AllocationPolicy]
-
-
 def _check_planner(artifact: AllocationArtifact) -> None:
     check_names(artifact.arrays, [])
     _ = artifact.forecaster
@@ -108,16 +101,16 @@ def _table(artifact: AllocationArtifact) -> ValueTable:
     return ValueTable(artifact.metadata.scenario, arrays["edges_per_s"], arrays["best"])
 
 
-KINDS: dict[str, AllocationKind] = {
-    "planner": AllocationKind(
+KINDS: dict[str, Kind[AllocationArtifact]] = {
+    "planner": Kind(
         check=_check_planner,
         policy=lambda it: ForecastPlanner(it.metadata.scenario, it.forecaster),
     ),
-    "table": AllocationKind(check=_check_table, policy=_table),
-    "hybrid_network": AllocationKind(
+    "table": Kind(check=_check_table, policy=_table),
+    "hybrid_network": Kind(
         check=_check_network, policy=lambda it: _network_plan(it, chooses_memory=True)
     ),
-    "grid_network": AllocationKind(
+    "grid_network": Kind(
         check=_check_network, policy=lambda it: _network_plan(it, chooses_memory=False)
     ),
 }
@@ -143,7 +136,8 @@ def learned_for(
 
 def learned_allocation(artifact: AllocationArtifact) -> AllocationPolicy:
     """Make the policy of an artifact."""
-    return KINDS[artifact.metadata.kind].policy(artifact)
+    policy: AllocationPolicy = KINDS[artifact.metadata.kind].policy(artifact)
+    return policy
 
 
 def champion_or_planner(

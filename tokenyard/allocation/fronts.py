@@ -2,8 +2,13 @@
 
 The cheapest kind of plan by load; the Pareto front of goodput and dollars over random weights of
 the paper's terms beside that of plans that never change, and hypervolumes; and planners that attain
-an SLO as a constraint (dual ascent) at least dollars or least energy. Fronts are of the training
-part, constraints are also run on tests.
+an SLO as a constraint at least dollars or least energy. Fronts are of the training part,
+constraints are also run on tests.
+
+Under a constraint the price of an SLO violation is found, not chosen: it is the Lagrangian's
+multiplier, raised while there are too many violations and lowered while there are fewer than need
+be (dual ascent, in the logarithm of the multiplier; Boyd and Vandenberghe 2004, "Convex
+Optimization", chapter 5). The planner is solved anew for every multiplier.
 """
 
 from __future__ import annotations
@@ -16,8 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from tokenyard.allocation import dynamics as dyn
-from tokenyard.allocation.demand import demand_source
-from tokenyard.allocation.dual_ascent import attainment, dual_ascent, run_planner
+from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.plans import load_allocation, plan_table
 from tokenyard.allocation.problem import PROBLEM
 from tokenyard.allocation.scenario import AllocationScenario, Objective
@@ -31,6 +35,9 @@ POOLS = PROBLEM.suites["allocation"]
 KINDS = {"data": "#3B7BA8", "model": "#E1812C", "hybrid": "#5B9F5B"}
 LOADS: FloatArray = np.linspace(0.01, 1.0, 100)
 """Demand over the pool's goodput capacity."""
+_STEP, _STEPS = 1.0, 20
+"""Change of the multiplier's logarithm per percent of violations too many, at first; the k-th
+step is smaller by the root of k."""
 Rows = list[Row]
 
 
@@ -77,7 +84,7 @@ def front_rows(scenario: AllocationScenario, num_weightings: int, seed: int) -> 
     for weights in rng.dirichlet(np.ones(len(names)), num_weightings):
         objective = Objective(**dict(zip(names, weights.tolist(), strict=True)))
         label = " ".join(f"{weight:.2f}" for weight in weights)
-        outcomes = run_planner(scenario, stream, objective)
+        outcomes = _planned(scenario, stream, objective)
         points.append({"family": "adaptive", "weights": label, **measured(outcomes, scenario)})
     most = float(runner.sim.table.usd_per_hour.max())
     volumes: Rows = []
@@ -107,19 +114,60 @@ def constraint_rows(scenario: AllocationScenario, attained: float, seed: int) ->
     rows: Rows = []
     test = demand_source(scenario).test(seed)
     for goal, cost in (("dollars", Objective(usd=1.0)), ("energy", Objective(energy=1.0))):
-        constrained = dual_ascent(scenario, cost, attained)
-        outcomes = run_planner(scenario, test, constrained.objective)
+        objective, train_attainment = dual_ascent(scenario, cost, attained)
+        outcomes = _planned(scenario, test, objective)
         rows.append(
             {
                 "table": "constraint",
                 "least": goal,
-                "multiplier": constrained.objective.violations,
-                "train_attainment": constrained.attainment,
-                "test_attainment": attainment(outcomes),
+                "multiplier": objective.violations,
+                "train_attainment": train_attainment,
+                "test_attainment": _attainment(outcomes),
                 **measured(outcomes, scenario),
             }
         )
     return rows
+
+
+def dual_ascent(
+    scenario: AllocationScenario, cost: Objective, target: float
+) -> tuple[Objective, float]:
+    """Return the cost with the smallest price tried that attains the SLO in training, and how far.
+
+    Both `target` and what is attained are shares of requests.
+
+    Raises:
+        ValueError: No price attains the SLO.
+    """
+    stream = demand_source(scenario).train(30_000)
+    multiplier = scenario.violation_usd
+    history: list[tuple[float, float]] = []
+    for step in range(_STEPS):
+        objective = cost.model_copy(update={"violations": multiplier})
+        history.append((multiplier, _attainment(_planned(scenario, stream, objective))))
+        percent_short = 100 * (target - history[-1][1])
+        multiplier *= float(np.exp(np.clip(_STEP * percent_short / np.sqrt(step + 1), -1.0, 1.0)))
+    kept = [tried for tried in history if tried[1] >= target]
+    if not kept:
+        raise ValueError(
+            f"no price of an SLO violation up to {max(history)[0]:.3g} keeps {target:.1%} of "
+            f"requests within the SLO: the best was {max(share for _, share in history):.2%}"
+        )
+    least, share = min(kept)
+    return cost.model_copy(update={"violations": least}), share
+
+
+def _planned(
+    scenario: AllocationScenario, stream: DemandStream, objective: Objective
+) -> AllocationOutcomes:
+    """Live through a stream with the planner of an objective."""
+    return StreamRunner(scenario, stream, objective=objective).run_planner()
+
+
+def _attainment(outcomes: AllocationOutcomes) -> float:
+    """Share of all requests that attained the SLO."""
+    violations, offered = outcomes.column(dyn.VIOLATIONS), outcomes.column(dyn.OFFERED)
+    return 1.0 - float(violations.sum() / offered.sum())
 
 
 def draw_regions() -> Figure:

@@ -7,13 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tokenyard.allocation.forecast import Forecaster
-from tokenyard.allocation.planner import (
-    HIGHEST_LEVEL,
-    LOWEST_LEVEL,
-    NUM_LEVELS,
-    PlannerModel,
-    make_planner,
-)
+from tokenyard.allocation.planner import PlannerModel, make_planner, nearest_levels
 from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.types import FloatArray, IntArray
 
@@ -68,14 +62,14 @@ def markov_load(
     for demand in draws:
         bins = np.searchsorted(edges, demand, side="right")
         np.add.at(transition, (bins[:-1], bins[1:]), 1.0)
-        at = _levels(demand[1:] / planner.pool_per_s)
+        at = nearest_levels(planner, demand[1:])
         for b in range(NUM_BINS):
             costs[b] += planner.costs[0, at[bins[:-1] == b]].sum(axis=0)
     # Where many slots have equal demand some bins hold none of it: theirs would last.
     never = np.flatnonzero(transition.sum(axis=1) == 0.0)
     lowest = np.insert(edges, 0, edges[0])
     transition[never, never] = 1.0
-    costs[never] = planner.costs[0, _levels(lowest[never] / planner.pool_per_s)]
+    costs[never] = planner.costs[0, nearest_levels(planner, lowest[never])]
     visits = transition.sum(axis=1)
     return edges, costs / visits[:, None, None], transition / visits[:, None]
 
@@ -93,10 +87,3 @@ def planner_on(
         return planner
     edges, costs, transition = markov_load(planner, [np.exp(days.log_demand)])
     return planner._replace(edges_per_s=edges, ends=value_iteration(costs, transition)[0])
-
-
-def _levels(share: FloatArray) -> IntArray:
-    """Levels of `PlannerModel.costs` that demands are nearest to, as shares of the pool's best."""
-    step = np.log(HIGHEST_LEVEL / LOWEST_LEVEL) / (NUM_LEVELS - 1)
-    above = np.log(np.maximum(share, LOWEST_LEVEL) / LOWEST_LEVEL)
-    return np.asarray(np.clip((above / step).round().astype(int), 0, NUM_LEVELS - 1))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tokenyard.allocation.dynamics import NUM_OUT, Model, make_model, run_slot
 from tokenyard.allocation.plans import plan_table
@@ -68,6 +69,13 @@ def make_planner(scenario: AllocationScenario, objective: Objective | None = Non
     return PlannerModel(
         costs, candidates, table.pool_goodput_capacity_per_s, np.zeros(0), np.zeros((1, size))
     )
+
+
+def nearest_levels(planner: PlannerModel, demand_per_s: npt.ArrayLike) -> IntArray:
+    """Levels of `PlannerModel.costs` that demands are nearest to, of their shape."""
+    share = np.maximum(np.asarray(demand_per_s) / planner.pool_per_s, LOWEST_LEVEL)
+    levels = np.rint(np.log(share / LOWEST_LEVEL) / _STEP).astype(np.int64)
+    return np.asarray(np.minimum(levels, NUM_LEVELS - 1))
 
 
 @compiled

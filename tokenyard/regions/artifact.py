@@ -7,7 +7,7 @@ its line here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,26 +56,18 @@ class RegionArtifact(Artifact[RegionMetadata]):
         KINDS[self.metadata.kind].check(self)
 
 
-@dataclass(frozen=True)
-class RegionKind(Kind[RegionArtifact]):
-    """What there is to know of one kind of regional policies."""
-
-    policy: Callable[[RegionArtifact, ActivationRule], RegionPolicy]
-
-
 def _network(artifact: RegionArtifact, rule: ActivationRule) -> RegionNetwork:
     metadata, network = artifact.metadata, Network.from_arrays(artifact.arrays)
     return RegionNetwork(network, metadata.action, rule, metadata.dispatch, metadata.scenarios)
 
 
-KINDS: dict[str, RegionKind] = {
-    "network": RegionKind(
-        check=lambda artifact: check_only_network(artifact.arrays), policy=_network
-    )
+KINDS: dict[str, Kind[RegionArtifact]] = {
+    "network": Kind(check=lambda artifact: check_only_network(artifact.arrays), policy=_network)
 }
 """Kind of an artifact to what there is to know of it."""
 
 
 def learned_regions(artifact: RegionArtifact, rule: ActivationRule) -> RegionPolicy:
     """Make the policy of an artifact."""
-    return KINDS[artifact.metadata.kind].policy(artifact, rule)
+    policy: RegionPolicy = KINDS[artifact.metadata.kind].policy(artifact, rule)
+    return policy

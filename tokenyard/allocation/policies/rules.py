@@ -8,13 +8,7 @@ from importlib import resources
 
 import numpy as np
 
-from tokenyard.allocation.planner import (
-    HIGHEST_LEVEL,
-    LOWEST_LEVEL,
-    NUM_LEVELS,
-    PlannerModel,
-    make_planner,
-)
+from tokenyard.allocation.planner import PlannerModel, make_planner, nearest_levels
 from tokenyard.allocation.plans import PlanTable, plan_table
 from tokenyard.allocation.policies.autoscaler import AutoscalerRule
 from tokenyard.allocation.scenario import AllocationScenario
@@ -128,26 +122,16 @@ class Myopic:
     """The plan that is cheapest in the next slot if demand stays as it was."""
 
     def __init__(self, context: AllocationContext, counts_switching: bool) -> None:
-        """Work out the costs.
-
-        Args:
-            context: Scenario.
-            counts_switching: Whether the restart that a change takes is in the cost.
-        """
+        """Work out the costs, with `counts_switching` those of the restart that a change takes."""
         self._planner = make_planner(context.scenario)
         self._table, self._counts_switching = context.table, counts_switching
 
     def allocate(self, state: AllocationState) -> Plan:
         """Look the costs up."""
-        costs = self._planner.costs[0, self._level(state.demand_per_s[-1])]
+        costs = self._planner.costs[0, nearest_levels(self._planner, state.demand_per_s[-1])]
         now = candidate_index(self._table, self._planner, state.plan)
         row = costs[now] if self._counts_switching else np.diag(costs)
         return self._table.plans[int(self._planner.candidates[int(row.argmin())])]
-
-    def _level(self, demand_per_s: float) -> int:
-        share = max(demand_per_s / self._planner.pool_per_s, LOWEST_LEVEL)
-        step = np.log(HIGHEST_LEVEL / LOWEST_LEVEL) / (NUM_LEVELS - 1)
-        return min(round(float(np.log(share / LOWEST_LEVEL) / step)), NUM_LEVELS - 1)
 
 
 def candidate_index(table: PlanTable, planner: PlannerModel, plan: Plan) -> int:

@@ -68,17 +68,12 @@ class StreamRunner:
     ) -> None:
         self.scenario, self.stream, self._objective = scenario, stream, objective
         self._forecaster = forecaster or scenario_forecaster(scenario)
-        self._sim = AllocationSim(scenario, 1, stream.num_slots, self._forecaster, objective)
+        self.sim = AllocationSim(scenario, 1, stream.num_slots, self._forecaster, objective)
         self.forecasts = self._forecaster.forecast_all(stream)[stream.first :]
-        self._sim.load(0, stream)
-        self._start = self._sim.plan(0)
+        self.sim.load(0, stream)
+        self._start = self.sim.plan(0)
         self._outs = np.zeros((stream.num_slots, NUM_OUT))
         self._plans = np.zeros(stream.num_slots, np.int64)
-
-    @property
-    def sim(self) -> AllocationSim:
-        """The simulator it runs in."""
-        return self._sim
 
     @cached_property
     def _planning(self) -> tuple[PlannerModel, FloatArray, FloatArray, IntArray, FloatArray]:
@@ -89,7 +84,7 @@ class StreamRunner:
             for values in self._forecaster.cases_all(self.stream)
         )
         size = len(planner.candidates)
-        to_candidate = candidate_of(planner, self._sim.shapes)
+        to_candidate = candidate_of(planner, self.sim.shapes)
         return planner, cases, spread, to_candidate, np.zeros((2 + size, size))
 
     def highest(self, window: int) -> FloatArray:
@@ -112,7 +107,7 @@ class StreamRunner:
     def planned(self, slot: int) -> int:
         """Return what the planner would have in force in a slot after the present plan."""
         planner, cases, spread, to_candidate, scratch = self._planning
-        now = self._sim.plan(0)
+        now = self.sim.plan(0)
         current = int(to_candidate[now])
         chosen = best_next(planner, cases[slot], spread[slot], current, scratch)
         return now if chosen == current else int(planner.candidates[chosen])
@@ -146,12 +141,12 @@ class StreamRunner:
         return self._outcomes()
 
     def _restart(self) -> AllocationSim:
-        self._sim.counts[0, REFUSED] = 0
-        self._sim.restart(0, self._start)
-        return self._sim
+        self.sim.counts[0, REFUSED] = 0
+        self.sim.restart(0, self._start)
+        return self.sim
 
     def _outcomes(self) -> AllocationOutcomes:
-        return AllocationOutcomes(self._plans.copy(), self._outs.copy(), self._sim.num_refused)
+        return AllocationOutcomes(self._plans.copy(), self._outs.copy(), self.sim.num_refused)
 
 
 def candidate_of(planner: PlannerModel, shapes: IntArray) -> IntArray:
