@@ -297,12 +297,11 @@ class _Call(Delivery):
             self.show_end(has_body=False)
 
 
-class _Replicas:
+class _Replicas(Backend):
     """The replicas of a deployment, as a pool of the gateway's."""
 
     takes_any = True
-    objectives: Mapping[str, int] = {}
-    max_model_tokens = math.inf
+    max_model_tokens: float = math.inf
 
     def __init__(self, pool: ExternalPool, router: RequestRouter) -> None:
         self.name, self._pool, self._router = pool.name, pool, router
@@ -356,14 +355,6 @@ class _Replicas:
     async def answer(self, replica_id: str, attempt: Attempt) -> None:
         """Never: Serve delivers all requests."""
         raise NotImplementedError
-
-    def host_loads(self) -> dict[str, dict[str, float]]:
-        """Nothing: the gateway that shows them is another."""
-        return {}
-
-    def by_our_clock(self, replica_id: str, status: EngineStatus, now_s: float) -> EngineStatus:
-        """Return it unchanged: no status comes with an answer."""
-        return status
 
 
 def _body_of(pending: PendingRequest) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ import envs
 from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.problem import PROBLEM
 from tokenyard.allocation.tabular import TabularLearner
-from tokenyard.rl.allocation.training import Algorithm, AllocationTrialConfig
+from tokenyard.rl.allocation.training import AllocationTrialConfig
 from tokenyard.rl.trainable import PolicyTrainable
 from tune_configs.experiment import Experiment, trained_on
 from tune_configs.schedulers import drawn_weights
@@ -36,12 +36,7 @@ class AllocationTrial(PolicyTrainable):
     register_env = staticmethod(envs.register)
 
 
-def _trial(
-    algorithm: Algorithm, env_steps: int, iterations: int, scenario: str = SCENARIO
-) -> AllocationTrialConfig:
-    return AllocationTrialConfig(
-        algorithm=algorithm, scenario=scenario, env_steps=env_steps, iterations=iterations
-    )
+_trial = partial(AllocationTrialConfig, scenario=SCENARIO)
 
 
 def _compile_kernels(scenario: str = SCENARIO) -> None:
@@ -62,10 +57,10 @@ def default() -> Experiment:
         scenario=SCENARIO,
         trainable=AllocationTrial,
         trials=(
-            _trial("dqn", 60_000, iterations=3),
-            _trial("cloned_ppo", 80_000, iterations=4),
-            _trial("cloned_a2c", 40_000, iterations=2),
-            _trial("q_learning", 5_000_000, iterations=2),
+            _trial(algorithm="dqn", env_steps=60_000, iterations=3),
+            _trial(algorithm="cloned_ppo", env_steps=80_000, iterations=4),
+            _trial(algorithm="cloned_a2c", env_steps=40_000, iterations=2),
+            _trial(algorithm="q_learning", env_steps=5_000_000, iterations=2),
         ),
         baselines=RULES,
         baseline="autoscaler_tuned",
@@ -78,13 +73,13 @@ def default() -> Experiment:
 def learners() -> Experiment:
     """Every learner once on the pool that the docs study, longer than by default."""
     trials = (
-        _trial("cloned_ppo", 200_000, iterations=5),
-        _trial("dqn", 200_000, iterations=5),
-        _trial("cloned_a2c", 100_000, iterations=3),
-        _trial("ppo", 600_000, iterations=3),
-        _trial("a2c", 100_000, iterations=3),
-        _trial("q_learning", 20_000_000, iterations=2),
-        _trial("sarsa", 20_000_000, iterations=2),
+        _trial(algorithm="cloned_ppo", env_steps=200_000, iterations=5),
+        _trial(algorithm="dqn", env_steps=200_000, iterations=5),
+        _trial(algorithm="cloned_a2c", env_steps=100_000, iterations=3),
+        _trial(algorithm="ppo", env_steps=600_000, iterations=3),
+        _trial(algorithm="a2c", env_steps=100_000, iterations=3),
+        _trial(algorithm="q_learning", env_steps=20_000_000, iterations=2),
+        _trial(algorithm="sarsa", env_steps=20_000_000, iterations=2),
     )
     longer = replace(default(), trials=trials, warm_up=partial(_compile_kernels, STUDIED))
     return trained_on(longer, STUDIED)
@@ -95,8 +90,8 @@ def smoke() -> Experiment:
     return replace(
         default(),
         trials=(
-            _trial("cloned_ppo", 4_000, iterations=1),
-            _trial("sarsa", 100_000, iterations=1),
+            _trial(algorithm="cloned_ppo", env_steps=4_000, iterations=1),
+            _trial(algorithm="sarsa", env_steps=100_000, iterations=1),
         ),
         baselines=("best_static", "autoscaler_tuned"),
         promotion_streams=1,
@@ -114,7 +109,7 @@ def weights() -> Experiment:
     violation_usd = load_allocation(STUDIED).violation_usd
     return drawn_weights(
         learners(),
-        _trial("cloned_ppo", 100_000, iterations=5, scenario=STUDIED),
+        _trial(algorithm="cloned_ppo", env_steps=100_000, iterations=5, scenario=STUDIED),
         num_samples=12,
         weights={
             "violations": tune.loguniform(violation_usd / 4, violation_usd * 4),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from ray import tune
@@ -31,20 +32,9 @@ class RegionTrial(PolicyTrainable):
     register_env = staticmethod(envs.register)
 
 
-def _faithful(env_steps: int, iterations: int = 10) -> RegionTrialConfig:
-    return RegionTrialConfig(
-        algorithm="torta_faithful",
-        reward_weights="paper",
-        scenario=SCENARIO,
-        env_steps=env_steps,
-        iterations=iterations,
-    )
-
-
-def _ppo(env_steps: int, iterations: int = 10) -> RegionTrialConfig:
-    return RegionTrialConfig(
-        algorithm="ppo", scenario=SCENARIO, env_steps=env_steps, iterations=iterations
-    )
+_trial = partial(RegionTrialConfig, scenario=SCENARIO, iterations=10)
+_faithful = partial(_trial, algorithm="torta_faithful", reward_weights="paper")
+_ppo = partial(_trial, algorithm="ppo")
 
 
 def _compile_kernels() -> None:
@@ -59,7 +49,7 @@ def default() -> Experiment:
         problem=PROBLEM,
         scenario=SCENARIO,
         trainable=RegionTrial,
-        trials=(_faithful(96_000), _ppo(96_000)),
+        trials=(_faithful(env_steps=96_000), _ppo(env_steps=96_000)),
         baselines=RULES,
         baseline="prox_ot_forecast",
         warm_up=_compile_kernels,
@@ -72,7 +62,7 @@ def faithful() -> Experiment:
     """The paper's recipe alone, for a few minutes: thirty episodes on one of its topologies."""
     alone = replace(
         default(),
-        trials=(_faithful(14_400, iterations=3),),
+        trials=(_faithful(env_steps=14_400, iterations=3),),
         baselines=("prox_ot", "prox_ot_forecast"),
     )
     return trained_on(alone, PAPER_SCENARIO)
@@ -82,7 +72,7 @@ def weights() -> Experiment:
     """PPO on the mix of plans under weights of the response and of smooth shares, as numbers."""
     return drawn_weights(
         default(),
-        _ppo(48_000, iterations=5),
+        _ppo(env_steps=48_000, iterations=5),
         num_samples=8,
         weights={"response": tune.uniform(0.0, 1.0), "smoothness": tune.uniform(0.0, 1.0)},
     )
@@ -92,6 +82,6 @@ def smoke() -> Experiment:
     """The smallest sweep with everything in it."""
     return replace(
         default(),
-        trials=(_faithful(4_800, iterations=1), _ppo(4_800, iterations=1)),
+        trials=(_faithful(env_steps=4_800, iterations=1), _ppo(env_steps=4_800, iterations=1)),
         baselines=("prox_ot_forecast",),
     )

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from serve_app.allocation.plans import cheapest_for, format_plan
+from serve_app.allocation.plans import format_plan
 from serve_app.allocation.transition import is_reachable
 from serve_app.cluster import ReshapingLimits
 from tokenyard.allocation.plans import PlanTable
@@ -36,7 +36,7 @@ class PlanLimits:
         table = self._table
         smallest = table.plans[min(table.best_memory, key=lambda i: float(table.usd_per_hour[i]))]
         plans = [i for i in table.best_memory if self._is_reachable(table.plans[i], smallest)]
-        return cheapest_for(table, 0.5 * table.pool_goodput_capacity_per_s, plans)
+        return table.plans[table.cheapest_for(0.5 * table.pool_goodput_capacity_per_s, plans)]
 
     def advance(self, slot: int) -> None:
         """Go on to another slot."""

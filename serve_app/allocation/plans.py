@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,12 +84,7 @@ def check_allocation(allocation: AllocatedPool, registry: str | None = None) -> 
             f"allocation scenario {scenario.name!r} has {len(scenario.pool)} kinds of GPUs; an "
             "allocated pool is of one kind"
         )
-    odd = [
-        memory_fraction
-        for memory_fraction in scenario.memory_fractions
-        if round(memory_fraction, 2) != memory_fraction
-    ]
-    if odd:
+    if odd := [share for share in scenario.memory_fractions if round(share, 2) != share]:
         # A replica's application is named by it, and read back from there.
         raise ValueError(
             f"allocation scenario {scenario.name!r} has memory fraction {odd[0]}; an allocated "
@@ -116,18 +111,6 @@ def start_of(allocation: AllocatedPool, scenario: AllocationScenario) -> Plan | 
     """The plan that the file names for the beginning; a ValueError says that it is not feasible."""
     start = allocation.start
     return None if start is None else find_plan(plan_table(scenario), **start.model_dump())
-
-
-def cheapest_for(table: PlanTable, demand_per_s: float, among: Sequence[int] | None = None) -> Plan:
-    """The cheapest plan whose goodput capacity covers a demand; the strongest, where none does.
-
-    Only plans `among` these numbers count; None: the best memory of every shape.
-    """
-    plans = table.best_memory if among is None else among
-    enough = [i for i in plans if table.goodput_capacity_per_s[i] >= demand_per_s]
-    if not enough:
-        return table.plans[max(plans, key=lambda i: float(table.goodput_capacity_per_s[i]))]
-    return table.plans[min(enough, key=lambda i: float(table.usd_per_hour[i]))]
 
 
 def plan_of(table: PlanTable, held: Mapping[Shape, Held]) -> Plan | None:

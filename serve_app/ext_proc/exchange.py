@@ -50,28 +50,31 @@ class Site:
 
 
 class Exchange:
-    """One stream of a filter: it asks for a pick, or (`Observer`) shows answers alone."""
+    """One stream of a filter: `Picking`, or one that shows answers alone (`Observer`)."""
 
     def __init__(self, site: Site, stream: Stream) -> None:
         self._site, self._stream = site, stream
 
     def take(self, message: bytes) -> None:
-        """Handle the first message: it says what the filter is for."""
-        request = ProcessingRequest.FromString(message)
-        kind = Observer if request.observability_mode else Picking
+        """Handle a message of the proxy."""
+        self.handle(ProcessingRequest.FromString(message))
+
+    def handle(self, message: Any) -> None:
+        """Handle the first message, once it is read: it says what the filter is for."""
+        kind = Observer if message.observability_mode else Picking
         self._stream.call = call = kind(self._site, self._stream)
-        call.handle(request)
+        call.handle(message)
 
     def close(self) -> None:
         """Do nothing: there was no message."""
         self._stream.end()
 
 
-class Picking:
+class Picking(Exchange):
     """A stream that asks for a pick, and may show the answer."""
 
     def __init__(self, site: Site, stream: Stream) -> None:
-        self._site, self._stream = site, stream
+        super().__init__(site, stream)
         self._delivery = ProxyDelivery(site.addresses, self._place)
         self._request_mode = self._response_mode = FULL_DUPLEX_STREAMED
         self._scope: Scope = {}
@@ -80,10 +83,6 @@ class Picking:
         self._shows_body = self._has_length = self._has_trailers = False
         self._status = 500
         self._headers: Headers = ()
-
-    def take(self, message: bytes) -> None:
-        """Handle a message of the proxy."""
-        self.handle(ProcessingRequest.FromString(message))
 
     def handle(self, message: Any) -> None:
         """Handle a message of the proxy that has been read."""
@@ -230,16 +229,10 @@ class Picking:
         self._stream.send(*placed)
 
 
-class Observer:
+class Observer(Exchange):
     """A stream that shows an answer which another stream has asked a pick for."""
 
-    def __init__(self, site: Site, stream: Stream) -> None:
-        self._site, self._stream = site, stream
-        self._delivery: ProxyDelivery | None = None
-
-    def take(self, message: bytes) -> None:
-        """Handle a message of the proxy."""
-        self.handle(ProcessingRequest.FromString(message))
+    _delivery: ProxyDelivery | None = None
 
     def handle(self, message: Any) -> None:
         """Handle a message of the proxy that has been read; nothing is answered."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
+from functools import partial
 
 from starlette.types import ASGIApp
 
@@ -42,15 +43,12 @@ class ExtProcServer:
     def _is_ready(self) -> bool:
         return not self._gateway.draining and "ready" in self._gateway.states().values()
 
-    def _process(self, stream: Stream) -> Exchange:
-        return Exchange(self._site, stream)
-
     async def start(self, host: str, port: int) -> None:
         """Begin to listen; OSError: the address cannot be used."""
         self._gateway.refresh()
         limits, tls = self._gateway.cluster.limits, self._gateway.cluster.gateway.tls
         methods: dict[bytes, Callable[[Stream], Call]] = {
-            PROCESS: self._process,
+            PROCESS: partial(Exchange, self._site),
             CHECK: self._health.check, WATCH: self._health.watch,
         }  # fmt: skip
         max_streams = max(2 * limits.max_in_flight, _MIN_STREAMS)

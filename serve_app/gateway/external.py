@@ -24,7 +24,7 @@ from serve_app.engines.waiting import ArrivalKeys, priority_of
 from serve_app.gateway.discovery import OBJECTIVES, sources_of
 from serve_app.gateway.endpoint_speed import SHARE_EVERY_S, EndpointSpeed
 from serve_app.gateway.engine_metrics import StuckMetrics
-from serve_app.gateway.exchange import Attempt, Downstream
+from serve_app.gateway.exchange import Attempt, Backend, Downstream
 from serve_app.gateway.forwarding import EndpointAsRayReplica, Forwarder
 from serve_app.gateway.generation import Headers, ReplicaFailed, ReplicaLacks
 from serve_app.gateway.json_fields import replace_field, set_field
@@ -116,10 +116,11 @@ class _Renaming:
         return self._downstream.write_now(self._rename(data))
 
 
-class ExternalBackend:
+class ExternalBackend(Backend):
     """A pool of endpoints; each has deadlines, and its metrics are scraped."""
 
     takes_any = True
+    max_model_tokens: float = math.inf
     recommended_replicas: int | None = None
     """Where the pool has `autoscaling`: see `serve_app.allocation.recommendation`."""
 
@@ -165,8 +166,7 @@ class ExternalBackend:
         self._endpoints: dict[str, _Endpoint] = {}
         self._news: dict[str, _Endpoint] = {}
         """Endpoints of which the table has not been told what they said last, in order."""
-        self.max_model_tokens: float = pool.max_model_tokens or math.inf
-        """Longest prompt plus output that an endpoint takes; infinite: nobody says."""
+        self.max_model_tokens = pool.max_model_tokens or math.inf
         self._lengths: dict[str, int] = {}
         """Longest prompt plus output that each says it takes; 0: it does not say."""
         self._tasks: list[asyncio.Task[None]] | None = None
@@ -333,14 +333,6 @@ class ExternalBackend:
             if source == "file":
                 self._note("endpoints not read", self.name, why)
             logger.error("pool %s: %s", self.name, why)
-
-    def host_loads(self) -> dict[str, dict[str, float]]:
-        """Nothing: endpoints publish no load of their machines."""
-        return {}
-
-    def by_our_clock(self, replica_id: str, status: EngineStatus, now_s: float) -> EngineStatus:
-        """Return it unchanged: endpoints send no status with answers."""
-        return status
 
     async def answer(self, replica_id: str, attempt: Attempt) -> None:
         """Have one endpoint answer: see `Backend.answer`."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -204,6 +204,17 @@ class PlanTable:
             if (plan.memory_fraction, plan.max_batch)
             == chosen[plan.tensor_parallel, plan.pipeline_parallel]
         )
+
+    def cheapest_for(self, demand_per_s: float, among: Sequence[int] | None = None) -> int:
+        """The cheapest plan with goodput capacity for a demand; the strongest, where none has it.
+
+        Only plans `among` these count; None: the best memory of every shape.
+        """
+        plans = self.best_memory if among is None else among
+        enough = [i for i in plans if self.goodput_capacity_per_s[i] >= demand_per_s]
+        if not enough:
+            return max(plans, key=lambda i: float(self.goodput_capacity_per_s[i]))
+        return min(enough, key=lambda i: float(self.usd_per_hour[i]))
 
     def find(self, plan: Plan) -> int:
         """Index of an equal plan.

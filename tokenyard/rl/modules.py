@@ -104,6 +104,10 @@ class Observes:
     def _normalised(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {**batch, Columns.OBS: self.normaliser(batch[Columns.OBS])}
 
+    def _adjusted(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
+        """What outputs become, given the observations as they were: themselves."""
+        return outputs
+
 
 def linear_layers(network: nn.Module) -> list[nn.Linear]:
     """Linear layers of a network, first layer first."""
@@ -147,10 +151,6 @@ class ActorCritic(Observes, DefaultPPOTorchRLModule):
         inputs = self._adjusted(output[Columns.ACTION_DIST_INPUTS], batch)
         return {**output, Columns.ACTION_DIST_INPUTS: inputs}
 
-    def _adjusted(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
-        """What the actor's outputs become, given the observations as they were: themselves."""
-        return outputs
-
 
 class QNetwork(Observes, DefaultDQNTorchRLModule):
     """Q-network of DQN: the target network shares the normaliser, and what adjusts the outputs."""
@@ -170,18 +170,11 @@ class QNetwork(Observes, DefaultDQNTorchRLModule):
         output = super()._qf_forward_helper(self._normalised(batch), encoder, head)
         return {**output, QF_PREDS: self._adjusted(output[QF_PREDS], batch)}
 
-    def _adjusted(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
-        """What Q-values become, given the observations as they were: themselves."""
-        return outputs
-
 
 def module_spec(module: type[Any], hidden: Iterable[int], **extra: Any) -> RLModuleSpec:
-    """What RLlib builds a module from.
+    """What RLlib builds a module from; `hidden` are widths of layers, of actor and critic alike.
 
-    Args:
-        module: Its class.
-        hidden: Widths of the hidden layers, of actor and critic alike.
-        extra: Further keys of `model_config`.
+    `extra` are further keys of `model_config`.
     """
     networks = DefaultModelConfig(
         fcnet_hiddens=list(hidden), fcnet_activation="relu", vf_share_layers=False

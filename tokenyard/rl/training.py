@@ -26,22 +26,26 @@ TrainedForT = TypeVar("TrainedForT")
 """A scenario, or the traffic of one."""
 
 
-class Training(Protocol[ArtifactT]):
-    """A learner that is advanced step by step."""
+class Learner(Protocol[ArtifactT]):
+    """What is advanced step by step."""
 
     @property
     def env_steps(self) -> int:
         """Steps of its environment so far: requests routed, or slots lived through."""
-
-    @property
-    def actors_cpu_s(self) -> float:
-        """CPU time so far of processes that work for it beside its own, seconds."""
 
     def step(self) -> dict[str, float]:
         """Learn for a while and return what there is to say about it."""
 
     def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> ArtifactT:
         """The present policy, with what it scored and what it was made from."""
+
+
+class Training(Learner[ArtifactT], Protocol[ArtifactT]):
+    """A learner that a trial runs."""
+
+    @property
+    def actors_cpu_s(self) -> float:
+        """CPU time so far of processes that work for it beside its own, seconds."""
 
     def save(self, folder: Path) -> None:
         """Write what `restore` needs into an existing folder."""
@@ -53,18 +57,8 @@ class Training(Protocol[ArtifactT]):
         """Let go of actors and memory."""
 
 
-class Resumable(Protocol[ArtifactT]):
+class Resumable(Learner[ArtifactT], Protocol[ArtifactT]):
     """What learns in this process: a direct policy search, or a table."""
-
-    @property
-    def env_steps(self) -> int:
-        """As a `Training`'s, over all candidates."""
-
-    def step(self) -> dict[str, float]:
-        """Run a generation, or live through a stretch of demand; return what it came to."""
-
-    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> ArtifactT:
-        """The present policy."""
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as JSON has it."""

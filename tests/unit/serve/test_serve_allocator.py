@@ -21,7 +21,7 @@ from sizes import scaled
 from serve_app import app
 from serve_app.allocation import allocator as allocator_module
 from serve_app.allocation.allocator import Allocator, steady
-from serve_app.allocation.plans import cheapest_for, find_plan, plan_of
+from serve_app.allocation.plans import find_plan, plan_of
 from serve_app.allocation.transition import Held, Shape, gpus_held, shape_of
 from serve_app.cluster import ReshapingLimits
 from serve_app.gateway import clocks
@@ -238,7 +238,8 @@ def test_a_plan_that_could_not_be_left_again_is_replaced_by_what_comes_closest()
 def test_the_start_is_a_plan_that_can_be_left_again():
     l4 = load_allocation("l4x4_7b")
     world = World(StaticPlan(ONE), l4)
-    assert cheapest_for(plan_table(l4), 1.4).parallelism == "model"
+    table = plan_table(l4)
+    assert table.plans[table.cheapest_for(1.4)].parallelism == "model"
     assert world.allocator.plan.parallelism == "hybrid_tp2"
 
 
@@ -348,8 +349,8 @@ def test_plans_are_found_by_what_a_person_gives():
     assert find_plan(TABLE, "data", 2, 0.9).memory_fraction == 0.9
     with pytest.raises(ValueError, match=r"hybrid_tp4 on 3 GPUs .* choose among data on 1"):
         find_plan(TABLE, "hybrid_tp4", 3)
-    assert cheapest_for(TABLE, 0.0).num_gpus == 1
-    assert cheapest_for(TABLE, math.inf) == FOUR
+    assert TABLE.plans[TABLE.cheapest_for(0.0)].num_gpus == 1
+    assert TABLE.plans[TABLE.cheapest_for(math.inf)] == FOUR
 
 
 @settings(max_examples=scaled(40))

@@ -161,11 +161,7 @@ class AllocationSim:
 
     def sufficient_plan(self, stream: DemandStream) -> int:
         """The cheapest plan for the demand before the first slot, with a fifth to spare."""
-        table, before = self.table, stream.per_s[max(stream.first - 1, 0)] * 1.2
-        enough = [i for i in table.best_memory if table.goodput_capacity_per_s[i] >= before]
-        if not enough:
-            return max(table.best_memory, key=lambda i: float(table.goodput_capacity_per_s[i]))
-        return min(enough, key=lambda i: float(table.usd_per_hour[i]))
+        return self.table.cheapest_for(stream.per_s[max(stream.first - 1, 0)] * 1.2)
 
     def observe(self) -> Observations:
         """Return what every copy shows, shape (N, size); the array is reused."""

@@ -168,15 +168,9 @@ class RecedingHorizon:
     The linear program takes a hundred times as long as a transport, so all its slots are used.
     """
 
-    def __init__(
-        self,
-        rule: ActivationRule,
-        dispatch: Dispatch = "shares",
-        knobs: Knobs | None = None,
-    ) -> None:
+    def __init__(self, rule: ActivationRule, dispatch: Dispatch, knobs: Knobs) -> None:
         """Start without a plan; of the knobs cap and live costs are read."""
-        self._rule = rule
-        self._dispatch, self._knobs = dispatch, knobs or Knobs()
+        self._rule, self._dispatch, self._knobs = rule, dispatch, knobs
         self._plans: list[FloatArray] = []
         self._capacity: FloatArray | None = None
 

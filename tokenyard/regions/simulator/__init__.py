@@ -119,31 +119,18 @@ class RegionSim:
     def _break(self, slot: int) -> None:
         """Let failures end and begin; those that overlap with what ends go on."""
         now = slot * self.scenario.slot_s
-        failures = self.stream.failures
-        for ended in (
-            failure
-            for failure in failures
-            if failure.end_slot == slot and not _is_of_links(failure)
-        ):
+        of_links = [each for each in self.stream.failures if each.kind == "links_slow"]
+        of_servers = [each for each in self.stream.failures if each.kind != "links_slow"]
+        for ended in (each for each in of_servers if each.end_slot == slot):
             recover(self.arrays, self._region_of(ended))
-            for other in failures:
-                lasts = other.start_slot < slot < other.end_slot and not _is_of_links(other)
+            for other in of_servers:
+                lasts = other.start_slot < slot < other.end_slot
                 if lasts and self._region_of(other) == self._region_of(ended):
                     self._take_down(other, now)
-        for begun in (failure for failure in failures if failure.start_slot == slot):
-            if not _is_of_links(begun):
-                self._take_down(begun, now)
-        if any(
-            _is_of_links(failure) and slot in (failure.start_slot, failure.end_slot)
-            for failure in failures
-        ):
-            self._slow_down(
-                [
-                    failure
-                    for failure in failures
-                    if _is_of_links(failure) and _is_in_force(failure, slot)
-                ]
-            )
+        for begun in (each for each in of_servers if each.start_slot == slot):
+            self._take_down(begun, now)
+        if any(slot in (each.start_slot, each.end_slot) for each in of_links):
+            self._slow_down([e for e in of_links if e.start_slot <= slot < e.end_slot])
 
     def _take_down(self, failure: RegionFailure, now: float) -> None:
         region = self._region_of(failure)
@@ -165,14 +152,6 @@ class RegionSim:
         if failure.region is not None:
             return failure.region
         return int(self._server_tasks.sum(axis=1).argmax())
-
-
-def _is_of_links(failure: RegionFailure) -> bool:
-    return failure.kind == "links_slow"
-
-
-def _is_in_force(failure: RegionFailure, slot: int) -> bool:
-    return failure.start_slot <= slot < failure.end_slot
 
 
 def _dealt(count: int) -> IntArray:

@@ -62,10 +62,9 @@ class RouterEnvRunner(SingleAgentEnvRunner):
 
     def sample(self, **kwargs: Any) -> list[Any]:
         """Sample, and log the mean reward: an episode of traffic outlasts many iterations."""
-        episodes: list[Any] = super().sample(**kwargs)
-        rewards = np.concatenate([episode.get_rewards() for episode in episodes])
-        self._log_mean(REWARD_PER_REQUEST, rewards)
-        return episodes
+        sampled: list[Any] = super().sample(**kwargs)
+        self._log_mean(REWARD_PER_REQUEST, np.concatenate([_rewards(one) for one in sampled]))
+        return sampled
 
     def _log_mean(self, key: str, values: np.ndarray) -> None:
         # By default RLlib keeps 0.99 of what it knew at every value, over all reports.
@@ -106,13 +105,6 @@ class ColumnarEnvRunner(RouterEnvRunner):
         self._returns = np.zeros(self.num_envs)
         self._lengths = np.zeros(self.num_envs, dtype=np.int64)
         self._started_s = np.zeros(self.num_envs)
-
-    def sample(self, **kwargs: Any) -> list[Any]:
-        """Sample as configured; see `RouterEnvRunner.sample`."""
-        sampled: list[Any] = SingleAgentEnvRunner.sample(self, **kwargs)
-        rewards = [_rewards(one) for one in sampled]
-        self._log_mean(REWARD_PER_REQUEST, np.concatenate(rewards))
-        return sampled
 
     def _sample(
         self,
