@@ -534,11 +534,7 @@ class Autopilot:
 
 
 def _train_in_ray(args: Args, since_s: float) -> tuple[Found, Traffic]:
-    """Train on a log in a task of Ray; return also what was read.
-
-    Raises:
-        ValueError: As `_train_on_log` does.
-    """
+    """Train on a log in a task of Ray, as `_train_on_log`; return also what was read."""
     import ray
     from ray.exceptions import RayTaskError
 
@@ -573,8 +569,7 @@ def main(args: Args) -> None:
         sys.exit(f"autopilot: {error}")
     except KeyboardInterrupt:
         sys.exit("autopilot: stopped; it goes on where it was")
-    if args.json is not None:
-        write_result(args.json, command_line(), args.seed, autopilot.rows)
+    write_result(args.json, command_line(), args.seed, autopilot.rows)
 
 
 if __name__ == "__main__":

@@ -288,8 +288,7 @@ def main(args: Args) -> None:
         rows = calibrate_iterations(args.iterations, console)
     else:
         rows = calibrate_published(args, console)
-    if args.json:
-        write_result(args.json, command_line(), None, rows)
+    write_result(args.json, command_line(), None, rows)
 
 
 if __name__ == "__main__":

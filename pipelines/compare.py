@@ -96,11 +96,7 @@ class Args:
 
 
 def check(args: Args) -> None:
-    """Refuse options that do not go together.
-
-    Raises:
-        ValueError: They do not, or one is out of its range.
-    """
+    """Refuse options that do not go together, or are out of their range, with a ValueError."""
     if (args.trace is None) == (args.log is None) or (args.fleet is None) == (args.url is None):
         raise ValueError("give one of --trace and --log, and one of --fleet and --url")
     if args.load is not None and not 0 < args.load <= MOST_LOAD:
@@ -132,11 +128,7 @@ def policies(traffic: Traffic, found: Found) -> list[Played]:
 
 
 def compare(args: Args, console: Console) -> tuple[list[Row], Conclusion]:
-    """Play, judge, and print; the page is written where one is asked for.
-
-    Raises:
-        ValueError: The options contradict each other, or a file cannot be used.
-    """
+    """Play, judge, print, and write the page if asked; ValueError: options or a file are wrong."""
     check(args)
     with tempfile.TemporaryDirectory() as folder:
         traffic = read_traffic(args, Path(folder))
@@ -208,8 +200,7 @@ def main(args: Args) -> None:
     except (ValueError, OSError) as error:
         print(f"compare: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    if args.json is not None:
-        write_result(args.json, command_line(), args.seed, rows)
+    write_result(args.json, command_line(), args.seed, rows)
     if verdict.is_refused:
         sys.exit(1)
 

@@ -279,11 +279,7 @@ def _report_cut(num_answers: int) -> None:
 
 
 def _connect(address: str | None, num_cpus: float) -> None:
-    """Connect to the Ray at an address, or start one, with retries if Ray fails to start.
-
-    Raises:
-        ValueError: Ray does not answer, or does not start.
-    """
+    """Connect to the Ray at an address, or start one, with retries; ValueError: none answers."""
     # Ray gives its workers the lowest priority, which slows ranks that run beside other work.
     os.environ.setdefault("RAY_worker_niceness", "0")
     import ray

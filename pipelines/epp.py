@@ -65,9 +65,8 @@ def _report(args: Args, policy: str) -> None:
         f"metrics and changes on {url}",
         flush=True,
     )
-    if args.json is not None:
-        row = {"policy": policy, "grpc": f"{args.host}:{args.port}", "url": url}
-        write_result(args.json, command_line(), None, [row])
+    row = {"policy": policy, "grpc": f"{args.host}:{args.port}", "url": url}
+    write_result(args.json, command_line(), None, [row])
 
 
 if __name__ == "__main__":

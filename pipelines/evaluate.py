@@ -208,8 +208,7 @@ def main(args: Args) -> None:
         rows += some
         figures |= drawn
         # A suite takes minutes: what is done is kept.
-        if args.json:
-            write_result(args.json, command_line(), args.seed, rows)
+        write_result(args.json, command_line(), args.seed, rows)
     if args.figures:
         from tokenyard.figures import save_figures
 

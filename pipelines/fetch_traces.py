@@ -64,8 +64,7 @@ def main(args: Args) -> None:
         sys.exit(f"fetch_traces: {error}")
     for row in rows:
         print("{trace}: {path}, {bytes:,} bytes; checked: {checked}".format(**row))
-    if args.json:
-        write_result(args.json, command_line(), None, rows)
+    write_result(args.json, command_line(), None, rows)
 
 
 if __name__ == "__main__":

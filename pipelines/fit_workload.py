@@ -95,11 +95,7 @@ def write_model(part: FittedPart) -> Row:
 
 
 def write_own(args: Args, trace: Path, out: Path) -> Row:
-    """Fit a model to the first part of any trace, and write it.
-
-    Raises:
-        ValueError: The trace cannot be read, or says too little.
-    """
+    """Fit a model to the first part of a trace, and write it; ValueError: it cannot be used."""
     if out.suffix != ".json":
         raise ValueError(f"--out {out} must end in .json: scenarios name it by that")
     if not 0 < args.train_fraction <= 1:
@@ -128,11 +124,7 @@ def _write(model: WorkloadModel, path: Path) -> Row:
 
 
 def write_demand(out: Path) -> Row:
-    """Fit the generator of allocation's demand, and write it.
-
-    Raises:
-        ValueError: The trace's file was not found.
-    """
+    """Fit the generator of allocation's demand, and write it; ValueError: there is no trace."""
     fitted = fit_shipped_generator()
     out.write_text(fitted.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return {
@@ -168,8 +160,7 @@ def main(args: Args) -> None:
         rows = fit(args)
     except (ValueError, OSError) as error:
         sys.exit(f"fit_workload: {error}")
-    if args.json:
-        write_result(args.json, command_line(), None, rows)
+    write_result(args.json, command_line(), None, rows)
 
 
 if __name__ == "__main__":

@@ -59,8 +59,7 @@ def main(args: Args) -> None:
     entry = entry_key.model_dump(mode="json", exclude_defaults=True)
     text = yaml.safe_dump([entry], sort_keys=False, default_flow_style=None, width=1000)
     print(f"key, shown only now: {key}\n\nunder `keys:` in the file of keys:\n\n{text}", end="")
-    if args.json is not None:
-        write_result(args.json, command_line(), None, [entry])
+    write_result(args.json, command_line(), None, [entry])
 
 
 if __name__ == "__main__":

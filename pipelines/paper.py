@@ -285,8 +285,7 @@ def study_regions(args: Torta) -> list[Row]:
                 flush=True,
             )
         # A study takes long: what is done is kept.
-        if args.json:
-            write_result(args.json, command_line(), args.seed, rows)
+        write_result(args.json, command_line(), args.seed, rows)
     return rows
 
 
@@ -324,8 +323,7 @@ def main(args: Args) -> None:
         rows = run(args)
     except ValueError as error:
         sys.exit(f"paper: {error}")
-    if args.json is not None:
-        write_result(args.json, command_line(), getattr(args, "seed", None), rows)
+    write_result(args.json, command_line(), getattr(args, "seed", None), rows)
 
 
 if __name__ == "__main__":

@@ -83,11 +83,7 @@ class Args(LoadConfig):
 
 @contextmanager
 def serving(cluster: str) -> Iterator[str]:
-    """Serve a cluster while the context is open; gives the URL.
-
-    Raises:
-        ValueError: It did not start.
-    """
+    """Serve a cluster while the context is open; gives the URL. ValueError: it did not start."""
     port = free_port()
     command = [sys.executable, str(Path(__file__).with_name("deploy.py")), "--cluster", cluster]
     server = subprocess.Popen(
@@ -256,11 +252,7 @@ async def decider(client: Client) -> tuple[str, str, str] | None:
 
 
 def slo_of(args: Args, twin: Scenario | None, card: dict[str, Any]) -> tuple[TrafficClass, str]:
-    """What counts as a violation, measured and simulated alike, and who says so.
-
-    Raises:
-        ValueError: Nobody does.
-    """
+    """What is a violation, measured or simulated, and who says so; ValueError: nobody does."""
     if args.slo_response_s is not None:
         return TrafficClass(name="all", response_s=args.slo_response_s), "--slo-response-s"
     if twin is not None:
@@ -368,7 +360,7 @@ async def run(args: Args, console: Console, measured: Measured) -> None:
 
 def write(args: Args, rows: list[dict[str, Any]]) -> None:
     """Write what there is: whatever happens next, it is not lost."""
-    if args.json is not None and rows:
+    if rows:
         write_result(args.json, command_line(args.token), args.seed, rows)
 
 

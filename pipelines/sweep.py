@@ -44,7 +44,6 @@ from tokenyard.promotion import PromotionVerdict  # noqa: E402
 from tokenyard.provenance import ResultFile, command_line, write_result  # noqa: E402
 from tokenyard.registry import CANDIDATE  # noqa: E402
 from tokenyard.rl.trainable import Placement  # noqa: E402
-from tokenyard.statistics.intervals import Interval  # noqa: E402
 from tune_configs.experiment import RESOURCES, Experiment  # noqa: E402
 from tune_configs.mlflow_log import address, run_page  # noqa: E402
 from tune_configs.record import Finished, record, record_chain  # noqa: E402
@@ -238,15 +237,12 @@ def verdict_table(sweep: Sweep, verdict: PromotionVerdict) -> Table:
     unit = f"gain, {sweep.problem.score.unit} \\[95 % interval]"
     table = Table("rival", unit, "", "where it comes from", title=title)
     for gain in verdict.gains:
-        won = "won" if gain.won else "not won"
-        table.add_row(gain.rival, _interval(gain.interval), won, gain.source)
+        won, of = "won" if gain.won else "not won", gain.interval
+        interval = f"{of.estimate:+.4g} \\[{of.low:+.4g}, {of.high:+.4g}]"
+        table.add_row(gain.rival, interval, won, gain.source)
     for row in verdict.losses:
         table.add_row(f"{row['baseline']}, {row['part']}", "", "lost", "the gate")
     return table
-
-
-def _interval(interval: Interval) -> str:
-    return f"{interval.estimate:+.4g} \\[{interval.low:+.4g}, {interval.high:+.4g}]"
 
 
 def serve_command(sweep: Sweep, outcome: Outcome, storage: str) -> str:

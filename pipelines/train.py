@@ -32,7 +32,7 @@ from tokenyard.allocation.telemetry import read_telemetry
 from tokenyard.artifact import model_name
 from tokenyard.evaluation import difference
 from tokenyard.problem import Row, TrainedPolicy, find_problem
-from tokenyard.provenance import ResultFile, command_line, lineage, write_result
+from tokenyard.provenance import ResultFile, command_line, lineage, make_console, write_result
 from tokenyard.registry import connect, mlflow_lookup, offer
 from tokenyard.routing import search_study
 from tokenyard.routing.artifact import DEFAULT_RULE
@@ -106,11 +106,7 @@ def given(args: object, *names: str) -> list[str]:
 
 
 def check(args: Args) -> None:
-    """Refuse options that do not go together.
-
-    Raises:
-        ValueError: They do not, or one is out of its range.
-    """
+    """Refuse options that do not go together, or are out of their range, with a ValueError."""
     study, reading = given(args.study), given(args.reading)
     match [one is not None for one in (args.trace, args.log, args.fleet, args.scenario)]:
         case [True, False, True, False]:
@@ -138,11 +134,7 @@ def check(args: Args) -> None:
 
 
 def train(args: Args, console: Console) -> list[Row]:
-    """Train, judge, and write what is accepted.
-
-    Raises:
-        ValueError: The options contradict each other, or a file cannot be used.
-    """
+    """Train, judge, and write what is accepted; ValueError: options or a file are wrong."""
     check(args)
     if args.scenario is None:
         return train_on_traffic(args, console)
@@ -303,15 +295,12 @@ def show(found: Found, console: Console) -> None:
 
 
 def main(args: Args) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 150
+    console = make_console(150)
     try:
         rows = train(args, console)
     except (ValueError, OSError) as error:
         sys.exit(f"train: {error}")
-    if args.json is not None:
-        write_result(args.json, command_line(), args.seed, rows)
+    write_result(args.json, command_line(), args.seed, rows)
 
 
 if __name__ == "__main__":

@@ -75,11 +75,7 @@ def tune_regions(
     scenarios: Sequence[RegionScenario], rules: Sequence[str], seed: int,
     config: RegionSearchConfig | None = None,
 ) -> list[Row]:  # fmt: skip
-    """Tune each rule over all scenarios; return one row per rule.
-
-    Raises:
-        ValueError: A rule is unknown, or has no knobs.
-    """
+    """Tune each rule over all scenarios, a row each; ValueError: it is unknown, or has no knobs."""
     rows: list[Row] = []
     searches = [KnobSearch(name, scenarios, config, seed) for name in rules]
     for name, search in zip(rules, searches, strict=True):
@@ -162,11 +158,7 @@ def rows_of_allocation(tuned: TunedAllocation) -> list[Row]:
 
 
 def names_of(args: Args) -> tuple[AnyProblem, list[str]]:
-    """What is tuned.
-
-    Raises:
-        ValueError: Unknown suite, or a choice of rules that the problem does not have.
-    """
+    """What is tuned; ValueError: an unknown suite, or rules that the problem does not have."""
     if args.scenario is None and args.suite is None:
         problem = PROBLEMS["routing"]()
     else:
@@ -207,8 +199,7 @@ def main(args: Args) -> None:
         cells = [str(row[key]) for key in ("scenario", "policy", "parameters")]
         table.add_row(*cells, f"{row[key]:.3f}")
     Console().print(table)
-    if args.json:
-        write_result(args.json, command_line(), args.seed, rows)
+    write_result(args.json, command_line(), args.seed, rows)
 
 
 if __name__ == "__main__":

@@ -91,12 +91,18 @@ def versions() -> dict[str, str]:
 
 
 def write_result(
-    path: Path, command: str, seed: int | None, rows: Sequence[Mapping[str, Any]], **more: Any
+    path: Path | None,
+    command: str,
+    seed: int | None,
+    rows: Sequence[Mapping[str, Any]],
+    **more: Any,
 ) -> None:
     """Write one result file: command, versions, seed, git_sha, flat rows, and `more`.
 
-    Its folder is created; NaN becomes null.
+    Its folder is created; NaN becomes null. None: nothing is written.
     """
+    if path is None:
+        return
     head = {"command": command, "versions": versions(), "seed": seed, "git_sha": git_sha()}
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {**head, "rows": list(rows), **more}
@@ -127,9 +133,8 @@ def report(
     console.print(table)
     for note in notes:
         console.print(note, soft_wrap=True)
-    if json_path is not None:
-        more |= {"notes": list(notes)} if notes else {}
-        write_result(json_path, command_line(), seed, rows, **more)
+    more |= {"notes": list(notes)} if notes else {}
+    write_result(json_path, command_line(), seed, rows, **more)
 
 
 def _without_nan(value: Any) -> Any:

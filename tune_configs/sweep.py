@@ -307,15 +307,13 @@ def finished_trials(
 ) -> list[FinishedTrial]:
     """Read the best policy of every trial that did not fail, in the order they were started."""
     trials: list[FinishedTrial] = []
-    for result in sorted(results, key=_trial_id):
+    # Tune itself gives the order in which trials ended, and after a resume another one.
+    for result in sorted(
+        results, key=lambda result: str((result.metrics or {}).get("trial_id", ""))
+    ):
         if result.error is None:
             trials.append(_read(result, load, taken={trial.label for trial in trials}))
     return trials
-
-
-def _trial_id(result: Result) -> str:
-    # Tune itself gives the order in which trials ended, and after a resume another one.
-    return str((result.metrics or {}).get("trial_id", ""))
 
 
 def _read(result: Result, load: Callable[[Path], TrainedPolicy], taken: set[str]) -> FinishedTrial:

@@ -7,6 +7,7 @@ engine is one replica: data parallelism is several of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -110,6 +111,15 @@ class EngineStats:
     accepting: bool = True
     """Whether it takes requests: not while what died is being replaced."""
 
+    @property
+    def num_running_if_full(self) -> int | None:
+        """How many run while others have to wait for them."""
+        return self.num_running if self.num_waiting and self.num_running else None
+
+
+IDLE = EngineStats(0, 0, 0.0, 0.0, 0, math.nan, 0)
+"""Of an engine that has done nothing yet."""
+
 
 def longest_tokens(config: EngineConfig, stats: EngineStats) -> int:
     """Longest prompt plus output of an engine that is started: its memory may hold less."""
@@ -120,11 +130,7 @@ class Engine(Protocol):
     """An inference engine. All coroutines run on the event loop of its replica."""
 
     async def start(self) -> None:
-        """Load the weights and be ready.
-
-        Raises:
-            EngineError: The model cannot be found, or cannot be sharded like that.
-        """
+        """Load the weights and be ready; EngineError: no such model, or it cannot be sharded so."""
 
     def generate(
         self,
@@ -135,12 +141,8 @@ class Engine(Protocol):
     ) -> AsyncGenerator[Chunk, None]:
         """Generate; closing the iterator early aborts the request.
 
-        Args:
-            request_id: No other that is answered now has it.
-            token_ids: Of the prompt.
-            sampling: How tokens are drawn.
-            order_key: Place among the requests that wait, lower first and of equals who came
-                first, Unix time, seconds; None: the time now.
+        No other request that is answered now has its id. `order_key` is its place among those that
+        wait, lower first and of equals who came first, Unix time, seconds; None: the time now.
 
         Raises:
             InvalidRequest: It is too long, or makes no sense.

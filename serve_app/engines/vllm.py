@@ -12,11 +12,12 @@ import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, cast
 
 from serve_app.engine_config import EngineConfig
 from serve_app.engines.admission import Admission, reason_line
-from serve_app.engines.base import Chunk, EngineError, EngineStats, FinishReason, Sampling
+from serve_app.engines.base import IDLE, Chunk, EngineError, EngineStats, FinishReason, Sampling
 from serve_app.engines.models import ModelShape, check_plan, find_model, read_shape
 from serve_app.engines.waiting import ArrivalKeys, priority_of
 from tokenyard.routing.types import OrderKey
@@ -65,7 +66,8 @@ class VllmEngine:
         order_key: OrderKey | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Generate: see `Engine.generate`."""
-        self._admission.check(request_id, token_ids, sampling, self._gauge.num_running_if_full)
+        num_running = self._gauge.stats.num_running_if_full
+        self._admission.check(request_id, token_ids, sampling, num_running)
         self._admission.enter(request_id)
         try:
             prompt = {"prompt_token_ids": list(token_ids)}
@@ -93,15 +95,10 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         """Tell the state as of now, without waiting."""
-        gauge = self._gauge
-        return EngineStats(
-            num_waiting=max(0, len(self._admission) - gauge.num_running),
-            num_running=gauge.num_running,
-            kv_used_fraction=gauge.kv_used_fraction,
-            kv_capacity_tokens=self._kv_capacity_tokens,
-            num_preemptions=gauge.num_preemptions,
-            last_batch_s=gauge.last_batch_s,
-            last_batch_size=gauge.last_batch_size,
+        counted = self._gauge.stats
+        num_waiting = max(0, len(self._admission) - counted.num_running)
+        return replace(
+            counted, num_waiting=num_waiting, kv_capacity_tokens=self._kv_capacity_tokens
         )
 
     async def check_health(self) -> None:
@@ -153,13 +150,7 @@ def _load(config: EngineConfig, folder: str, gauge: _Gauge) -> Any:
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             pass
 
-        def record(
-            self,
-            scheduler_stats: Any,
-            iteration_stats: Any,
-            mm_cache_stats: Any = None,
-            engine_idx: int = 0,
-        ) -> None:
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
             gauge.note(scheduler_stats, iteration_stats)
 
         def log_engine_initialized(self) -> None:
@@ -172,34 +163,25 @@ class _Gauge:
     """The latest counts of vLLM's scheduler."""
 
     def __init__(self) -> None:
-        self.num_running = 0
-        self.num_waiting = 0
-        self.kv_used_fraction = 0.0
-        self.num_preemptions = 0
-        self.last_batch_s = math.nan
-        self.last_batch_size = 0
-        self._last_s = math.nan
-
-    @property
-    def num_running_if_full(self) -> int | None:
-        """How many run while others have to wait for them."""
-        return self.num_running if self.num_waiting and self.num_running else None
+        self.stats, self._last_s = IDLE, math.nan
 
     def note(self, scheduler: Any, iteration: Any) -> None:
         """Take the counts of one iteration; its time is the gap to the one before it."""
-        now_s = time.perf_counter()
+        stats, now_s = self.stats, time.perf_counter()
         if scheduler is not None:
-            was_idle = self.num_running == 0
-            self.num_running = scheduler.num_running_reqs
-            self.num_waiting = scheduler.num_waiting_reqs
-            self.kv_used_fraction = scheduler.kv_cache_usage
             # The first one after a pause would count the pause.
-            if not was_idle:
-                self.last_batch_s = now_s - self._last_s
+            batch_s = now_s - self._last_s if stats.num_running else stats.last_batch_s
+            stats = replace(
+                stats, num_running=scheduler.num_running_reqs,
+                num_waiting=scheduler.num_waiting_reqs,
+                kv_used_fraction=scheduler.kv_cache_usage, last_batch_s=batch_s,
+            )  # fmt: skip
             self._last_s = now_s
         if iteration is not None:
-            self.num_preemptions += iteration.num_preempted_reqs
-            self.last_batch_size = iteration.num_generation_tokens
+            num_preemptions = stats.num_preemptions + iteration.num_preempted_reqs
+            size = iteration.num_generation_tokens
+            stats = replace(stats, num_preemptions=num_preemptions, last_batch_size=size)
+        self.stats = stats
 
 
 def _sampling_params(sampling: Sampling) -> Any:

@@ -22,7 +22,8 @@ class Health:
     def __init__(self, readiness: tuple[str, ...], is_ready: Callable[[], bool]) -> None:
         """Answer for the services `readiness` by `is_ready`."""
         self._readiness, self._is_ready = readiness, is_ready
-        self._watching: dict[_Asked, bool | None] = {}
+        self.watching: dict[_Asked, bool | None] = {}
+        """Who is told of changes, and what they were told last."""
 
     def check(self, stream: Stream) -> _Asked:
         """Handle a call of `Check`."""
@@ -34,27 +35,12 @@ class Health:
 
     def tell(self) -> None:
         """Tell those who watch what has changed."""
-        for asked, said in (*self._watching.items(),):
-            if (now := self._state_of(asked.service)) != said:
-                self._watching[asked] = now
+        for asked, said in (*self.watching.items(),):
+            if (now := self.state_of(asked.service)) != said:
+                self.watching[asked] = now
                 asked.answer(now)
 
-    def take(self, asked: _Asked) -> None:
-        """Answer a question, now and where it changes."""
-        state = self._state_of(asked.service)
-        if asked.goes_on:
-            self._watching[asked] = state
-        asked.answer(state)
-
-    def tells(self, asked: _Asked) -> bool:
-        """Whether someone is told of changes."""
-        return asked in self._watching
-
-    def drop(self, asked: _Asked) -> None:
-        """Forget who has left."""
-        self._watching.pop(asked, None)
-
-    def _state_of(self, service: str) -> bool | None:
+    def state_of(self, service: str) -> bool | None:
         """Whether a service serves; None: there is no such service."""
         if service == LIVENESS:
             return True
@@ -70,7 +56,10 @@ class _Asked:
 
     def take(self, message: bytes) -> None:
         self.service = HealthCheckRequest.FromString(message).service
-        self._health.take(self)
+        state = self._health.state_of(self.service)
+        if self.goes_on:
+            self._health.watching[self] = state
+        self.answer(state)
 
     def answer(self, state: bool | None) -> None:
         if state is None and not self.goes_on:
@@ -82,7 +71,7 @@ class _Asked:
             self._stream.end()
 
     def close(self) -> None:
-        if self._stream.is_open and self._health.tells(self):
+        if self._stream.is_open and self in self._health.watching:
             return
-        self._health.drop(self)
+        self._health.watching.pop(self, None)
         self._stream.end(INTERNAL)  # Nothing was asked.

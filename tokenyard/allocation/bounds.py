@@ -115,11 +115,7 @@ def best_static_in_hindsight(runner: StreamRunner) -> AllocationOutcomes:
     """The plan that, kept for ever, earns most on this very stream."""
     slots = runner.stream.num_slots
     runs = (runner.run_plans(np.full(slots, p)) for p in range(runner.sim.table.num_plans))
-    return max(runs, key=_total_reward)
-
-
-def _total_reward(outcomes: AllocationOutcomes) -> float:
-    return float(outcomes.column(dyn.REWARD).sum())
+    return max(runs, key=lambda outcomes: float(outcomes.column(dyn.REWARD).sum()))
 
 
 def value_iteration_policy(scenario: AllocationScenario) -> ValueTable:

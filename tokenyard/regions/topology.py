@@ -7,7 +7,6 @@ import json
 import re
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
 
 import numpy as np
 
@@ -48,9 +47,8 @@ class Topology:
     def latency_s(self, mean_s: float | None = None) -> FloatArray:
         """One-way latency between regions, seconds, shape (regions, regions).
 
-        Args:
-            mean_s: Scale paths so that the mean off the diagonal is this; None: geographic, light
-                in fibre along the path.
+        Paths are scaled to a mean off the diagonal; None: geographic, light in fibre along the
+        path.
         """
         if mean_s is None:
             return self.path_km / KM_PER_S
@@ -62,10 +60,8 @@ class Topology:
 def load_topology(name: str) -> Topology:
     """Find a topology by name.
 
-    Args:
-        name: `synthetic/continents`, six regions on four continents; `synthetic/gabriel/N/SEED`, a
-            random Gabriel graph; any other name is one of the package topohub, such as
-            `sndlib/abilene`.
+    Names are `synthetic/continents`, six regions on four continents, `synthetic/gabriel/N/SEED`, a
+    random Gabriel graph, and those of the package topohub, such as `sndlib/abilene`.
 
     Raises:
         ValueError: Unknown, or topohub is not installed.
@@ -113,8 +109,9 @@ def _gabriel(name: str, num_regions: int, seed: int) -> Topology:
     squared = ((points[:, None] - points) ** 2).sum(axis=2)
     # Every pair is tried against every third point: k lies within the circle over i and j when
     # both of its squared distances together are less than theirs.
+    i, j, k = np.ogrid[:num_regions, :num_regions, :num_regions]
     through = (squared[:, None, :] + squared[None, :, :]).min(
-        axis=2, where=_thirds(num_regions), initial=np.inf
+        axis=2, where=(k != i) & (k != j), initial=np.inf
     )
     linked = (through >= squared) & ~np.eye(num_regions, dtype=bool)
     path_km = _shortest_paths(np.where(linked, np.sqrt(squared), np.inf))
@@ -122,11 +119,6 @@ def _gabriel(name: str, num_regions: int, seed: int) -> Topology:
     return Topology(
         name, tuple(f"r{i}" for i in range(num_regions)), path_km, points[:, 0] / 500 / 12
     )
-
-
-def _thirds(n: int) -> Any:
-    i, j, k = np.ogrid[:n, :n, :n]
-    return (k != i) & (k != j)
 
 
 def _from_topohub(name: str) -> Topology:

@@ -122,14 +122,10 @@ class RllibLearner(Generic[TrainedForT]):
         trainer: str,
         reward_scale: float | None = None,
     ) -> None:
-        """Build the algorithm and its env runners.
+        """Build the algorithm and its env runners; a record names the trainer and what it is for.
 
-        Args:
-            config: Of the algorithm.
-            trained_for: What the export says that it is trained for.
-            trainer: Algorithm, for the record.
-            reward_scale: Factor that is put on rewards, metrics are without it; None: what the
-                environment's configuration says, or 1.
+        Rewards are times `reward_scale`, metrics are without it; None: what the environment's
+        configuration says, or 1.
         """
         self._config, self._trained_for, self._trainer = config, trained_for, trainer
         told = config.env_config.get("reward_scale", 1.0)
@@ -137,14 +133,10 @@ class RllibLearner(Generic[TrainedForT]):
         self._algorithm: Algorithm = config.build_algo()
         # Every algorithm makes itself a folder in the home directory; this one writes nothing.
         os.rmdir(self._algorithm.logdir)
-        self._seed_replay()
-        self._env_steps = 0
-
-    def _seed_replay(self) -> None:
-        buffer = self._algorithm.local_replay_buffer
-        if buffer is not None:
+        if (buffer := self._algorithm.local_replay_buffer) is not None:
             # RLlib draws replay from an unseeded generator: two equal runs would differ.
             buffer.rng = np.random.default_rng(self._config.seed)
+        self._env_steps = 0
 
     @property
     def env_steps(self) -> int:

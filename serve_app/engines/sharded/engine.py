@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -24,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from serve_app.engine_config import EngineConfig
 from serve_app.engines.admission import Admission, reason_line
-from serve_app.engines.base import Chunk, EngineError, EngineStats, FinishReason, Sampling
+from serve_app.engines.base import IDLE, Chunk, EngineError, EngineStats, FinishReason, Sampling
 from serve_app.engines.kv_events import KvEventPublisher
 from serve_app.engines.models import check_plan, find_model, read_shape
 from serve_app.engines.sharded.messages import GroupLimits, Progress, RankReport, RequestNames
@@ -345,7 +344,7 @@ class ShardedEngine:
         self._revived_s: list[float] = []
         self._stopped = False
         self._limits = GroupLimits(0, frozenset())
-        self._reported: EngineStats | None = None
+        self._reported = IDLE
         self._admission = Admission(config.max_batch, config.max_waiting)
         self._streams = _Streams(self._admission)
         self._publisher: KvEventPublisher | None = None
@@ -386,7 +385,7 @@ class ShardedEngine:
         return await self._start()
 
     async def _start(self) -> None:
-        self._reported = None
+        self._reported = IDLE
         folder = await asyncio.to_thread(find_model, self.config.model)
         shape = await asyncio.to_thread(read_shape, folder)
         check_plan(shape, self.config)
@@ -418,9 +417,7 @@ class ShardedEngine:
         order_key: OrderKey | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Generate: see `Engine.generate`."""
-        reported, num_running = self._reported, None
-        if reported is not None and reported.num_waiting and reported.num_running:
-            num_running = reported.num_running
+        num_running = self._reported.num_running_if_full
         self._admission.check(request_id, token_ids, sampling, num_running)
         stream = self._streams.open(request_id, sampling, order_key)
         try:
@@ -449,11 +446,10 @@ class ShardedEngine:
 
     def stats(self) -> EngineStats:
         """Tell the state as of now, without waiting."""
-        reported = self._reported or EngineStats(0, 0, 0.0, 0.0, 0, math.nan, 0)
         # Requests on their way to rank 0 wait, whether or not it has counted them.
         return replace(
-            reported,
-            num_waiting=max(0, len(self._streams.by_id) - reported.num_running),
+            self._reported,
+            num_waiting=max(0, len(self._streams.by_id) - self._reported.num_running),
             kv_capacity_tokens=self._limits.kv_capacity_tokens,
             accepting=self._admission.closed is None,
         )
@@ -498,8 +494,7 @@ class ShardedEngine:
             except (RayError, EngineError) as error:
                 self._fail(f"rank 0 of {self.config.num_ranks}: {reason_of(error)}")
                 return
-            if report.stats is not None:
-                self._reported = report.stats
+            self._reported = report.stats or self._reported
             if report.blocks and self._publisher is not None:
                 self._publisher.publish(report.blocks)
             for progress in report.progress:

@@ -13,7 +13,6 @@ from typing import Any
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import (
     BlockLedger,
-    CacheAllocator,
 )
 from transformers.generation.continuous_batching.requests import RequestState
 
@@ -94,7 +93,8 @@ class StageCache(PagedAttentionCache):
         """Allocate room for more tokens of a request, in place of unused blocks; False: no room."""
         for allocator in self.cache_allocators.values():
             new = allocator.needs_new_blocks(state.request_id, state.current_len(), request_len)
-            missing = new - self._num_free(allocator)
+            in_sectors = self.pool.num_free_sectors * allocator.blocks_per_sector
+            missing = new - int(self.pool.count_free_blocks(allocator.index) + in_sectors)
             if 0 < missing <= len(allocator.ledger.cached_blocks):
                 self.pool.free_blocks(allocator.index, allocator.ledger.evict(missing))
         return bool(super().can_store_request_tokens(state, request_len, dry_run))
@@ -135,7 +135,3 @@ class StageCache(PagedAttentionCache):
         unused = sum(len(each.ledger.cached_blocks) * each.bytes_per_block for each in allocators)
         total = self.num_sectors * self.bytes_per_sector if relative else 1
         return float(super().compute_free_capacity(relative) + unused / total)
-
-    def _num_free(self, allocator: CacheAllocator) -> int:
-        in_sectors = self.pool.num_free_sectors * allocator.blocks_per_sector
-        return int(self.pool.count_free_blocks(allocator.index) + in_sectors)

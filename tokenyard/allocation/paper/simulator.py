@@ -110,11 +110,9 @@ def literal_table(
 ) -> LiteralTable:
     """Make the data set: the CPU trace where its file is found, else generated CPU use.
 
-    Args:
-        reading: How actions and CPU use change the features.
-        weights: Of the reward; None: those of section 3.
-        bins: Ten of equal width, or ten that are visited equally often.
-        seed: Of the features that the paper simulated.
+    `reading` says how actions and CPU use change the features, which are drawn. Without weights of
+    the reward those of section 3 count. Bins are ten of equal width, or ten that are visited
+    equally often.
     """
     rng = np.random.default_rng(seed)
     cpu = cpu_use(rng)
@@ -213,11 +211,7 @@ def uniform(random: npt.NDArray[np.uint64]) -> float:
 def _epsilon_greedy(values: FloatArray, epsilon: float, random: npt.NDArray[np.uint64]) -> int:
     if uniform(random) < epsilon:
         return int(uniform(random) * len(values))
-    best = 0
-    for action in range(1, len(values)):
-        if values[action] > values[best]:
-            best = action
-    return best
+    return int(np.argmax(values))
 
 
 @compiled
@@ -245,9 +239,7 @@ def _learn(
             reward = rewards[t, action]
             earned += reward
             next_action = _epsilon_greedy(q[following], epsilon, random)
-            best = q[following, 0]
-            for other in range(1, q.shape[1]):
-                best = max(best, q[following, other])
+            best = q[following, np.argmax(q[following])]
             if update == 2:
                 target = reward + gamma * q[following, next_action]
             else:
@@ -262,16 +254,10 @@ def _learn(
 def learn(
     table: LiteralTable, update: Update, config: LearningConfig, seed: int
 ) -> tuple[FloatArray, FloatArray]:
-    """Learn action values and return them with the mean reward of every pass.
+    """Learn action values, shape (NUM_STATES, NUM_ACTIONS), with the mean reward of every pass.
 
-    Args:
-        table: The data set.
-        update: `q_learning` (Watkins), `printed` (the paper's, which writes to Q(s', a)), `sarsa`.
-        config: What the paper leaves open.
-        seed: Of exploration.
-
-    Returns:
-        Shapes (NUM_STATES, NUM_ACTIONS) and (passes,).
+    `update` is `q_learning` (Watkins), `printed` (the paper's, which writes to Q(s', a)) or
+    `sarsa`.
     """
     q = np.zeros((NUM_STATES, NUM_ACTIONS))
     curve = np.zeros(config.passes)

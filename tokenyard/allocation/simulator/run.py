@@ -6,7 +6,9 @@ run them over millions of slots.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -97,12 +99,7 @@ class StreamRunner:
 
     def run_planner(self) -> AllocationOutcomes:
         """Run the receding-horizon planner."""
-        sim = self._restart()
-        run_planner(
-            sim.model, sim.stream(0), sim.rules, sim.counts[0], sim.numbers[0], *self._planning,
-            self._outs, self._plans,
-        )  # fmt: skip
-        return self._outcomes()
+        return self._run(run_planner, *self._planning)
 
     def planned(self, slot: int) -> int:
         """Return what the planner would have in force in a slot after the present plan."""
@@ -115,38 +112,29 @@ class StreamRunner:
     def run_autoscaler(
         self, family: IntArray, out_signal: FloatArray, in_signal: FloatArray, cooldown: int
     ) -> AllocationOutcomes:
-        """Run an autoscaler over plans of rising capacity.
+        """Run an autoscaler over a family of plans of rising capacity.
 
-        Args:
-            family: Its plans.
-            out_signal: Capacity wanted at least before every slot, requests/s, shape (slots,).
-            in_signal: Capacity that must be left after giving GPUs back, shape (slots,).
-            cooldown: Slots between a change and the next return of GPUs.
+        `out_signal` is the capacity wanted at least before every slot, and `in_signal` what must be
+        left after giving GPUs back, requests/s, shape (slots,). `cooldown` slots lie between a
+        change and the next return of GPUs.
         """
-        sim = self._restart()
-        run_autoscaler(
-            sim.model, sim.stream(0), sim.rules, sim.counts[0], sim.numbers[0], family,
-            sim.table.goodput_capacity_per_s, out_signal, in_signal, cooldown, self._outs,
-            self._plans,
-        )  # fmt: skip
-        return self._outcomes()
+        capacity = self.sim.table.goodput_capacity_per_s
+        return self._run(run_autoscaler, family, capacity, out_signal, in_signal, cooldown)
 
     def run_plans(self, plans: IntArray) -> AllocationOutcomes:
         """Run a given plan in every slot."""
-        sim = self._restart()
-        run_plans(
-            sim.model, sim.stream(0), sim.rules, sim.counts[0], sim.numbers[0], plans, self._outs,
+        return self._run(run_plans, plans)
+
+    def _run(self, live: Callable[..., None], *told: Any) -> AllocationOutcomes:
+        """Live through all slots from the start, by one of the loops below."""
+        sim = self.sim
+        sim.counts[0, REFUSED] = 0
+        sim.restart(0, self._start)
+        live(
+            sim.model, sim.stream(0), sim.rules, sim.counts[0], sim.numbers[0], *told, self._outs,
             self._plans,
         )  # fmt: skip
-        return self._outcomes()
-
-    def _restart(self) -> AllocationSim:
-        self.sim.counts[0, REFUSED] = 0
-        self.sim.restart(0, self._start)
-        return self.sim
-
-    def _outcomes(self) -> AllocationOutcomes:
-        return AllocationOutcomes(self._plans.copy(), self._outs.copy(), self.sim.num_refused)
+        return AllocationOutcomes(self._plans.copy(), self._outs.copy(), sim.num_refused)
 
 
 def candidate_of(planner: PlannerModel, shapes: IntArray) -> IntArray:

@@ -202,11 +202,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 
 
 def recipe(name: str) -> Recipe:
-    """Look a recipe up by name.
-
-    Raises:
-        ValueError: There is none of that name.
-    """
+    """Look a recipe up by name; ValueError: there is none of that name."""
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}; choose one of {sorted(RECIPES)}")
     return RECIPES[name]()
@@ -221,18 +217,12 @@ def build_config(
     rule_weights: Sequence[float] = MARGINAL_DELAY,
     order: Sequence[float] = tuple(FIRST_COME.tolist()),
 ) -> AlgorithmConfig:
-    """Configure one algorithm for one environment.
+    """Configure one algorithm, by a recipe, for one environment.
 
-    Args:
-        algorithm: "ppo", "a2c" or "dqn".
-        recipe: How it is trained.
-        env: Name under which the environment is registered with RLlib. Its creator must return
-            a vectorised environment where the configuration holds "num_envs".
-        env_config: What the environment is made from; reward, length of an episode,
-            randomisation and copies of a stream are the recipe's.
-        settings: For how long, on what, and by whose code.
-        rule_weights: Of the rule that an equivariant network begins with.
-        order: Weights of the order in which requests wait, which is not learned.
+    The environment's name is registered with RLlib; its creator must return a vectorised
+    environment where the configuration holds "num_envs". Reward, length of an episode,
+    randomisation and copies of a stream are the recipe's. An equivariant network begins with the
+    rule of `rule_weights`; the order in which requests wait is not learned.
 
     Raises:
         ValueError: Unknown algorithm.
@@ -242,7 +232,7 @@ def build_config(
         raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {known}")
     own = recipe.algorithms[algorithm]
     batch_size = recipe.num_envs * own.fragment_steps * max(settings.num_env_runners, 1)
-    config = _BUILDERS[algorithm](own, batch_size, settings.env_steps)
+    config = _base(algorithm, own, batch_size, settings.env_steps)
     config = config.rl_module(rl_module_spec=_module(algorithm, recipe, rule_weights)).environment(
         env,
         env_config={
@@ -293,31 +283,18 @@ _MODULES: dict[str, tuple[type[Any], type[Any]]] = {
 }
 
 
-def _settings(own: AlgorithmRecipe, train_steps: int) -> dict[str, Any]:
+def _base(
+    algorithm: str, own: AlgorithmRecipe, batch_size: int, train_steps: int
+) -> AlgorithmConfig:
     lr = own.training["lr"]
     schedule = [[0, lr], [train_steps, lr / 10]] if own.anneal else lr
-    return {**own.training, "lr": schedule}
-
-
-def _ppo(own: AlgorithmRecipe, batch_size: int, train_steps: int) -> AlgorithmConfig:
-    settings = {"train_batch_size_per_learner": batch_size, **_settings(own, train_steps)}
+    settings = {**own.training, "lr": schedule}
+    if algorithm == "dqn":
+        first, last = own.epsilon
+        epsilon = [[0, first], [max(train_steps // 10, 1), last]]
+        return dqn_config(**{"epsilon": epsilon, **settings})
+    settings = {"train_batch_size_per_learner": batch_size, **settings}
+    if algorithm == "a2c":
+        return A2CConfig().training(**settings)
     settings["minibatch_size"] = min(settings["minibatch_size"], batch_size)
     return ppo_config(**settings)
-
-
-def _a2c(own: AlgorithmRecipe, batch_size: int, train_steps: int) -> AlgorithmConfig:
-    settings = {"train_batch_size_per_learner": batch_size, **_settings(own, train_steps)}
-    return A2CConfig().training(**settings)
-
-
-def _dqn(own: AlgorithmRecipe, batch_size: int, train_steps: int) -> AlgorithmConfig:
-    first, last = own.epsilon
-    epsilon = [[0, first], [max(train_steps // 10, 1), last]]
-    return dqn_config(**{"epsilon": epsilon, **_settings(own, train_steps)})
-
-
-_BUILDERS: dict[str, Callable[[AlgorithmRecipe, int, int], AlgorithmConfig]] = {
-    "ppo": _ppo,
-    "a2c": _a2c,
-    "dqn": _dqn,
-}
