@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -16,7 +17,7 @@ from serve_app.engines.base import EngineStatus
 from serve_app.engines.tokenizer import Tokenizer, load_tokenizer
 from serve_app.gateway.clocks import RemoteClocks
 from serve_app.gateway.engine_wire import PROGRESS, STATUS_HEADER, write_generation
-from serve_app.gateway.exchange import Attempt
+from serve_app.gateway.exchange import Attempt, Backend
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.faults import EndpointError, Fault
 from serve_app.gateway.forwarding import (
@@ -85,14 +86,14 @@ class _EngineForwarder(Forwarder):
         await hand_on_held(connection, attempt, bytes(held))
 
 
-class ServeBackend:
+class ServeBackend(Backend):
     """A pool of ours: one deployment, whose replicas listen themselves.
 
     Serve's handle says which there are and what they publish; requests do not go through it.
     """
 
     takes_any = False
-    objectives: Mapping[str, int] = {}
+    max_model_tokens: float = math.inf
 
     def __init__(self, pool: Pool, handle: DeploymentHandle[Any]) -> None:
         self.name = pool.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from serve_app.engines.base import EngineStatus, FinishReason, Generation
@@ -176,10 +177,8 @@ class Backend(Protocol):
     name: str
     takes_any: bool
     """Whether its replicas say themselves what they do not understand."""
-
-    @property
-    def objectives(self) -> Mapping[str, int]:
-        """Priorities of its InferenceObjectives in Kubernetes, by name."""
+    objectives: Mapping[str, int] = MappingProxyType({})
+    """Priorities of its InferenceObjectives in Kubernetes, by name."""
 
     @property
     def max_model_tokens(self) -> float:

@@ -153,7 +153,6 @@ class ExternalBackend(Backend):
         self._share_at_s = 0.0
         self._owners = {} if owners is None else owners
         self._in_file: Found = dict.fromkeys(endpoint.address for endpoint in pool.endpoints)
-        self.objectives: dict[str, int] = {}
         self._discovered: dict[str, Found] = {}
         """Endpoints that service discovery has found, by source."""
         self._added: dict[str, None] = {}
