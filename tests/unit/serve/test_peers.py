@@ -97,36 +97,36 @@ def test_what_one_has_sent_counts_at_the_other_with_its_cache():
 def test_what_one_learns_of_a_replica_the_other_knows():
     def test():
         here, there = Site(), Site()
-        meters = []
+        both = []
         for site in (here, there):
             meter = site.table.replicas["a"].in_flight.meter = AnswerMeter(PoolEstimator().add("a"))
-            meters.append(meter)
+            both.append(meter)
         clock_s = 0.0
-        meters[0]._clock_s = lambda: clock_s
+        both[0]._clock_s = lambda: clock_s
         for number in range(200):
             name = f"r{number}"
-            meters[0].send(name, 100.0)
+            both[0].send(name, 100.0)
             clock_s += 0.04
             for token in range(40):
-                meters[0].receive(name, 1, token, 100.0, 100.0)
+                both[0].receive(name, 1, token, 100.0, 100.0)
                 clock_s += 0.03
-            meters[0].end(name)
-            meters[0].settle()
+            both[0].end(name)
+            both[0].settle()
             here.peers.name_all()
             for message in here.tell():
                 there.peers.take(message)
         batch = np.array([1.0, 0.0, 1.0, 120.0])
-        believed = [float(meter.estimator.iteration @ batch) for meter in meters]
+        believed = [float(meter.estimator.iteration @ batch) for meter in both]
         assert believed[0] == pytest.approx(0.03, rel=0.1)
         assert believed[1] == pytest.approx(believed[0], rel=1e-6)
         # What it heard it does not tell again, and nonsense is left out.
-        assert not meters[1].take_settled()
-        before = meters[1].estimator.num_observations
+        assert not both[1].take_settled()
+        before = both[1].estimator.num_observations
         for equation in ([1.0], ["x"] * 5, [float("nan")] * 6, [0.1, 1, 0, -1, 0], [1] * 9):
             here.peers._send_events([["learned", {"a": [equation], "nobody": [equation]}]])
             for message in here.tell():
                 there.peers.take(message)
-        assert meters[1].estimator.num_observations <= before + 1
+        assert both[1].estimator.num_observations <= before + 1
 
     run(test)
 
