@@ -141,8 +141,12 @@ class Engine(Protocol):
     ) -> AsyncGenerator[Chunk, None]:
         """Generate; closing the iterator early aborts the request.
 
-        No other request that is answered now has its id. `order_key` is its place among those that
-        wait, lower first and of equals who came first, Unix time, seconds; None: the time now.
+        Args:
+            request_id: No other that is answered now has it.
+            token_ids: Of the prompt.
+            sampling: How tokens are drawn.
+            order_key: Place among the requests that wait, lower first and of equals who came
+                first, Unix time, seconds; None: the time now.
 
         Raises:
             InvalidRequest: It is too long, or makes no sense.
