@@ -72,12 +72,12 @@ def started(name: str, port: int, command: list[str], root: Path = ROOT) -> Iter
 
 
 @contextlib.contextmanager
-def litellm(ports: Sequence[int]) -> Iterator[Server]:
+def litellm(ports: Sequence[int], model: str) -> Iterator[Server]:
     """Yield LiteLLM's proxy before some ports, in one process, as its makers ship it."""
     port, bases = free_port(), [f"http://127.0.0.1:{one}/v1" for one in ports]
     models = [
-        {"model_name": "m",
-         "litellm_params": {"model": "hosted_vllm/m", "api_base": base, "api_key": "none"}}
+        {"model_name": model,
+         "litellm_params": {"model": f"hosted_vllm/{model}", "api_base": base, "api_key": "none"}}
         for base in bases
     ]  # fmt: skip
     known = {
@@ -102,10 +102,12 @@ def litellm(ports: Sequence[int]) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def rival(name: str, ports: Sequence[int], policy: str = "power_of_two") -> Iterator[Server]:
+def rival(
+    name: str, ports: Sequence[int], policy: str = "power_of_two", model: str = "m"
+) -> Iterator[Server]:
     """Yield a router of others before some ports; LiteLLM has a policy of its own."""
     if name == "litellm":
-        with litellm(ports) as server:
+        with litellm(ports, model) as server:
             yield server
         return
     own, urls = free_ports(), [f"http://127.0.0.1:{port}" for port in ports]
@@ -153,8 +155,7 @@ def behind_envoy(
         place["endpoint"]["address"]["socket_address"]["port_value"] = engine_port
     moved = {8080: port, 9002: grpc_port}
     text = re.sub(r"\b(8080|9002)\b", lambda at: str(moved[int(at[0])]), yaml.safe_dump(config))
-    cluster = {"name": "b", "description": "b", "served_model": "m"}
-    cluster["pools"] = [pool]
+    cluster = {"name": "b", "description": "b", "served_model": pool["model"], "pools": [pool]}
     picker = (
         f"{sys.executable} {ROOT}/pipelines/epp.py --cluster cluster.yaml --port {grpc_port} "
         f"--http-port {http_port} --decision-log log &"
@@ -201,7 +202,8 @@ def gateway(
 ) -> Iterator[Server]:
     """Yield a gateway before a pool, from the checkout at `root`."""
     port = free_port()
-    cluster = {"name": "b", "description": "b", "served_model": "m", "pools": [pool]}
+    model = pool.get("model", "m")
+    cluster = {"name": "b", "description": "b", "served_model": model, "pools": [pool]}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.yaml"
         file.write_text(yaml.safe_dump(cluster))

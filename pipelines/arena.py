@@ -169,7 +169,8 @@ def main(args: Args) -> None:
     summed, summed_sessions = arena.board(rows), arena.board(of_sessions)
     console = make_console(150)
     print_board(console, summed, "regret: how much longer the mean response")
-    print_board(console, summed_sessions, "sessions: how much longer the mean completion")
+    if summed_sessions:
+        print_board(console, summed_sessions, "sessions: how much longer the mean completion")
     for line in failed:
         console.print(f"failed: {line}", markup=False)
     size_line += f"; {time.monotonic() - started_s:.0f} s"

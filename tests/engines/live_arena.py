@@ -226,9 +226,8 @@ def llamacpp(scratch):
 def router(name, ports, cell):
     """Yield a router before some engines."""
     known = {"prefix_block_tokens": BLOCK} if cell.has_prefixes else {}
-    if not cell.slower:
-        known |= {"model": "smollm2"}
-    pool = external_pool(ports, **known)
+    model = "m" if cell.slower else "smollm2"
+    pool = external_pool(ports, **known | {"model": model})
     # Of vllm-router the stronger one on unequal engines; that of sglang-router draws at random.
     keeps_prefixes = name == "sglang-router" or (name == "smg" and cell.has_prefixes)
     policy = "cache_aware" if keeps_prefixes else "power_of_two"
@@ -240,7 +239,7 @@ def router(name, ports, cell):
         port, urls = free_port(), [f"http://127.0.0.1:{each}" for each in ports]
         context = started(name, port, [sys.executable, "-c", RAY, str(port), *urls])
     else:
-        context = rival(name, ports, policy)
+        context = rival(name, ports, policy, model)
     with context as server:
         yield f"http://127.0.0.1:{server.port}"
 
