@@ -56,7 +56,7 @@ class Live(FrozenModel):
     warm_up_s: float = Field(0.0, ge=0)
     """What is sent at the beginning of a turn and not judged, as queues are empty then."""
     learn_s: float = Field(0.0, ge=0)
-    """Length of one more turn before the first, not judged, in which routers may learn."""
+    """Time in which routers may learn before the first turn that is judged, in whole turns."""
     together: bool = False
     """Whether routers play at the same time. Only for routers with engines of their own."""
 

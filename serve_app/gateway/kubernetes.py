@@ -22,7 +22,7 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Folder with a pod's token, its namespace, and the certificate of the API server's issuer."""
 _AGAIN_S = 0.5
 _LIST_S, _WATCH_S, _POOL_S = 10.0, 240, 30
-"""Longest times of a list and of a watch. A pool is read anew before each watch of its pods."""
+"""Longest times of a list, of a watch, and of one of a pool's pods."""
 _OBJECTIVES_S = 10.0
 _POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools/{}"
 _OBJECTIVES = (
@@ -74,13 +74,14 @@ async def _watch_endpoints(api: _Api, use: Callable[[Found], None]) -> None:
         path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         name = f"{service.service}.{namespace}.svc"
         label = f"kubernetes.io/service-name={service.service}"
-        await api.watch(path, label, _WATCH_S, lambda found: use(_of_slices(found, service, name)))
+        await api.watch(path, label, lambda found: use(_of_slices(found, service, name)))
         return
     spec = (await api.get(_POOLS.format(namespace, service.inference_pool)))["spec"]
     ports = [port["number"] for port in spec["targetPorts"]]
     labels = ",".join(f"{key}={value}" for key, value in spec["selector"]["matchLabels"].items())
     path = f"/api/v1/namespaces/{namespace}/pods"
-    await api.watch(path, labels, _POOL_S, lambda pods: use(_of_pods(pods, ports)))
+    # It returns each time, so that the pool is read anew.
+    await api.watch(path, labels, lambda pods: use(_of_pods(pods, ports)), _POOL_S, False)
 
 
 async def _list_objectives(api: _Api, use: Callable[[dict[str, int]], None]) -> None:
@@ -124,12 +125,12 @@ class _Api:
         return json.loads(body)
 
     async def watch(
-        self, path: str, labels: str, watch_s: int, tell: Callable[[Collection[Any]], None]
-    ) -> None:
+        self, path: str, labels: str, tell: Callable[[Collection[Any]], None],
+        watch_s: int = _WATCH_S, goes_on: bool = True,
+    ) -> None:  # fmt: skip
         """List the objects with some labels, tell them, and again at each change.
 
-        Returns once Kubernetes no longer has the changes since, and after each watch of a pool's
-        pods.
+        Returns once Kubernetes no longer has the changes since; after one watch unless it goes on.
         """
         path += f"?labelSelector={quote(labels)}"
         listed = await self.get(path)
@@ -139,7 +140,7 @@ class _Api:
         while version:
             version = await self._follow(path, version, watch_s, objects, tell)
             await asyncio.sleep(_AGAIN_S / 5)
-            if watch_s == _POOL_S:
+            if not goes_on:
                 return
 
     async def _follow(
