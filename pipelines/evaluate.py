@@ -208,7 +208,8 @@ def main(args: Args) -> None:
         rows += some
         figures |= drawn
         # A suite takes minutes: what is done is kept.
-        write_result(args.json, command_line(), args.seed, rows)
+        if args.json:
+            write_result(args.json, command_line(), args.seed, rows)
     if args.figures:
         from tokenyard.figures import save_figures
 

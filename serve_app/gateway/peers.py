@@ -233,7 +233,7 @@ class Peers:
             replica = self._table.replicas.get(replica_id)
             if replica is not None and request_id not in opened:
                 names = np.array(blocks, dtype=np.int64)
-                replica.count(
+                replica.count_peers(
                     request_id, int(num_tokens), int(num_ids), int(match_tokens),
                     float(output_tokens), names, now_s,
                 )  # fmt: skip

@@ -366,21 +366,26 @@ class ReplicaState:
         now_s: float,
     ) -> None:
         """Add a request that is on its way."""
-        self.count(
-            request_id, prompt.num_tokens, len(prompt.token_ids), match_tokens,
-            predicted_output_tokens, prompt.blocks(self.block_tokens), now_s, is_ours=True,
+        rest, blocks = float(prompt.num_tokens - match_tokens), prompt.blocks(self.block_tokens)
+        self.in_flight.send(
+            request_id, rest, predicted_output_tokens, now_s, len(prompt.token_ids), blocks,
+            prompt.num_tokens,
         )  # fmt: skip
         self.last_sent_s = now_s
         self._row[columns.STATE_LAST_SENT_S] = now_s
+        if self.in_flight.closed is not None:
+            self.hold(prefix_index.SENT, blocks)
+        elif self.block_tokens:
+            self._prefixes.send(blocks, self.row, self._capacity)
 
-    def count(
+    def count_peers(
         self, request_id: str, num_tokens: int, num_ids: int, match_tokens: int,
-        output_tokens: float, blocks: IntArray, now_s: float, is_ours: bool = False,
+        output_tokens: float, blocks: IntArray, now_s: float,
     ) -> None:  # fmt: skip
         """Add a request that a peer has sent: of so many tokens, named by so many ids."""
         self.in_flight.send(
             request_id, float(num_tokens - match_tokens), output_tokens, now_s, num_ids, blocks,
-            num_tokens, is_ours,
+            num_tokens, is_ours=False,
         )  # fmt: skip
         if self.in_flight.closed is not None:
             self.hold(prefix_index.SENT, blocks)

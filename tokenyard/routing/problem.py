@@ -150,9 +150,12 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         if options.trace is not None and options.source is not None:
             raise ValueError("--trace and --source name two kinds of traffic: give one of them")
         streams, notes = _find_streams(StreamSource(scenario), options)
+        load, warm_load = f"offered load: {streams.offered_load:.2f}", streams.warm_load
+        if not math.isnan(warm_load):
+            load += f", as if nothing were cached; {warm_load:.2f}, as if all repeated were"
         return streams, [
             *notes,
-            _load_note(streams),
+            load,
             f"output length known to the router: {scenario.output_length}",
         ]
 
@@ -218,13 +221,6 @@ def _find_streams(source: StreamSource, options: StreamOptions) -> tuple[StreamS
     notes = [] if needs_no_note else [f"synthetic: {missing}"]
     factor = 1.0 if options.load is None else options.load / source.offered_load
     return synthetic_streams(source, options.count, options.seed, load_factor=factor), notes
-
-
-def _load_note(streams: StreamSet) -> str:
-    note = f"offered load: {streams.offered_load:.2f}"
-    if math.isnan(streams.warm_load):
-        return note
-    return f"{note}, as if nothing were cached; {streams.warm_load:.2f}, as if all repeated were"
 
 
 def _champion(

@@ -286,7 +286,7 @@ async def test_health_is_answered_and_watched(site, channel):
     site.health.tell()
     assert await watch.read() == NOT_SERVING
     watch.cancel()
-    await until(lambda: not site.health._watching)
+    await until(lambda: not site.health.watching)
 
 
 @with_site()
