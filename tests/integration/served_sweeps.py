@@ -47,7 +47,14 @@ def chain() -> tuple[Experiment, ...]:
         replace(
             allocation.smoke(),
             scenario=paths["allocation"],
-            trials=(allocation._trial("sarsa", 20_000, 1, paths["allocation"]),),
+            trials=(
+                allocation._trial(
+                    algorithm="sarsa",
+                    env_steps=20_000,
+                    iterations=1,
+                    scenario=paths["allocation"],
+                ),
+            ),
             baselines=("planner",),
             baseline="planner",
             warm_up=None,
