@@ -4,7 +4,7 @@ They are named in a file:
 
     routers: {mine: "http://127.0.0.1:8000", theirs: "http://127.0.0.1:8100"}
     cells:
-      chat: {scenario: interactive_chat, rate: 4, length_scale: 0.1, slo_response_s: 5}
+      chat: {scenario: conversation, rate: 4, length_scale: 0.1, slo_response_s: 5}
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from unit.openai_endpoint import an_openai_endpoint
 from pipelines import arena
 from serve_app.live_arena import _summarise, read_live
 from serve_app.load_generator import Ask, ReplayedAnswer
+from tokenyard.routing.scenario import load_scenario
 
 CELL = {"scenario": "conversation", "rate": 20, "length_scale": 0.02, "slo_response_s": 5.0}
 
@@ -47,7 +48,9 @@ def test_a_router_that_does_not_answer_is_named(tmp_path):
 def test_the_example_of_the_page_can_be_read(tmp_path):
     [block] = [one for one in blocks("docs/arena.md") if one.marks.get("file") == "live.yaml"]
     (tmp_path / "live.yaml").write_text(block.text)
-    assert [*read_live(tmp_path / "live.yaml").cells] == ["chat", "mine"]
+    cells = read_live(tmp_path / "live.yaml").cells
+    assert [*cells] == ["chat", "mine"]
+    assert load_scenario(cells["chat"]["scenario"]).arrivals.process != "closed"
 
 
 @pytest.mark.parametrize("together", [False, True])
