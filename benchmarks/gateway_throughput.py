@@ -20,7 +20,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import sys
 import time
 import urllib.request
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -44,6 +43,7 @@ from servers import (
     behind_envoy,
     external_pool,
     gateway,
+    ray_application,
     rival,
     started,
 )
@@ -86,13 +86,7 @@ class Thin:
             await asyncio.sleep(1 / TOKENS_PER_S)
         yield END
 
-quiet = {"log_level": "WARNING", "enable_access_log": False}
-import ray
-ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False)
-serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])}, logging_config=quiet)
-serve.run(Thin.bind(), logging_config=quiet)
-print("serving", flush=True)
-sys.stdin.read()
+application = Thin.bind()
 """
 END = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
 
@@ -459,7 +453,7 @@ def row(
 def main(args: Args) -> None:
     """Start the servers, measure, print, and write rows."""
     thin_port = free_port()
-    thin = [sys.executable, "-c", THIN, str(thin_port)]
+    thin = ray_application(THIN, thin_port)
     with contextlib.ExitStack() as stack:
         alone, ports = stack.enter_context(stub())
         if args.starts:

@@ -32,6 +32,20 @@ PROFILE = {
 }  # fmt: skip
 
 
+_ON_RAY = """
+import sys
+import ray
+from ray import serve
+
+quiet = {"log_level": "WARNING", "enable_access_log": False}
+ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False)
+serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])}, logging_config=quiet)
+serve.run(application, logging_config=quiet)
+print("serving", flush=True)
+sys.stdin.read()
+"""
+
+
 @dataclass(frozen=True)
 class Server:
     """Something that answers on a port."""
@@ -175,6 +189,14 @@ def behind_envoy(
             finally:
                 for child in psutil.Process(process.pid).children():
                     child.terminate()
+
+
+def ray_application(script: str, port: int, *arguments: str) -> list[str]:
+    """The command that serves the `application` of a script on a Ray of its own, for `started`.
+
+    The script finds the arguments from `sys.argv[2]` on.
+    """
+    return [sys.executable, "-c", script + _ON_RAY, str(port), *arguments]
 
 
 def wait_for(url: str, process: subprocess.Popen[Any]) -> None:

@@ -155,6 +155,8 @@ def live_rows(args: Args, path: Path) -> tuple[list[Row], list[Row], list[str], 
 def main(args: Args) -> None:
     if args.quick and args.full:
         sys.exit("arena: give one of --quick and --full")
+    if args.live is not None and (args.quick or args.full or args.entry):
+        sys.exit("arena: --live takes its routers and cells from its file, and no other option")
     if args.jobs < 1:
         sys.exit(f"arena: --jobs {args.jobs} must be at least 1")
     sealed_seed = secrets.randbits(31) if args.sealed_seed is None else args.sealed_seed

@@ -13,13 +13,13 @@ import asyncio
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from serve_app.load_generator import (
     Ask,
@@ -37,7 +37,18 @@ from tokenyard.types import FloatArray
 
 Measured = dict[str, FloatArray]
 """Measures by repeat, shape (repeats,) each."""
-_PLAYED = {field.name for field in fields(LoadConfig)} - {"url", "advance", "duration_s"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic(LoadConfig):
+    """What a cell sends."""
+
+    slo_response_s: float = math.inf
+    """Response time above which a request violates its SLO."""
+
+
+_TRAFFIC = TypeAdapter(Traffic)
+_PLAYED = {field.name for field in fields(Traffic)} - {"url", "advance", "duration_s"}
 
 
 class Live(FrozenModel):
@@ -65,8 +76,13 @@ class Live(FrozenModel):
         if self.warm_up_s >= self.duration_s:
             raise ValueError(f"warm_up_s {self.warm_up_s:g} leaves nothing of duration_s to judge")
         for name, options in self.cells.items():
-            if unknown := sorted(options.keys() - _PLAYED - {"slo_response_s"}):
+            if unknown := sorted(options.keys() - _PLAYED):
                 raise ValueError(f"cell {name}: no option {unknown[0]!r} of traffic")
+            try:
+                _TRAFFIC.validate_python(options)
+            except ValidationError as error:
+                first = error.errors(include_input=False)[0]
+                raise ValueError(f"cell {name}: {first['loc'][0]}: {first['msg']}") from None
         return self
 
 
@@ -90,51 +106,55 @@ def play_live(
         ValueError: A router does not answer, or the traffic cannot be made.
     """
     for name, options in live.cells.items():
-        slo_s = options.get("slo_response_s", math.inf)
-        traffic = {key: value for key, value in options.items() if key != "slo_response_s"}
-        config = LoadConfig(**{"seed": seed} | traffic, duration_s=live.duration_s)
-        try:
-            yield name, *asyncio.run(_play(live, name, config, slo_s, tell))
-        except (httpx.HTTPError, KeyError, IndexError) as error:
-            why = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(
-                f"cell {name}: a router does not say which model it serves: {why}"
-            ) from None
+        config = Traffic(**{"seed": seed} | options, duration_s=live.duration_s)
+        yield name, *asyncio.run(_play(live, name, config, tell))
+
+
+async def _connected(router: str, config: Traffic) -> tuple[Client, float, int]:
+    """A client of a router, how many words its model's tokens have, and how many tokens it takes.
+
+    Raises:
+        ValueError: It does not say which model it serves, or does not answer.
+    """
+    client = Client(config)
+    try:
+        card = (await client.get("/v1/models"))["data"][0]
+        client.model = card["id"]
+        longest = int(card.get("max_model_len") or 4096)
+    except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
+        await client.close()
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{router} does not say which model it serves: {why}") from None
+    return client, await client.words_per_token(), longest
 
 
 async def _play(
-    live: Live, cell: str, config: LoadConfig, slo_s: float, tell: Callable[[str], None]
+    live: Live, cell: str, config: Traffic, tell: Callable[[str], None]
 ) -> tuple[float, dict[str, Measured]]:
     """Requests per second, and the measures of every router by repeat."""
     learned = math.ceil(live.learn_s / live.duration_s)
     stretches = read_stretches(config, live.repeats + learned)
-    clients = {
-        name: Client(LoadConfig(url=url, timeout_s=config.timeout_s))
-        for name, url in live.routers.items()
-    }
-    turns: dict[str, list[dict[str, float]]] = {router: [] for router in clients}
+    turns: dict[str, list[dict[str, float]]] = {router: [] for router in live.routers}
+    known: dict[str, tuple[Client, float, int]] = {}
 
     async def play_turn(number: int, router: str) -> None:
-        client = clients[router]
+        client, words_per_token, longest = known[router]
         # Nothing of another's turn may be in an engine's prefix cache.
         salt = number if live.together else secrets.randbits(32)
-        asks = make_asks(config, stretches[number], words_per_token[router], longest[router], salt)
+        asks = make_asks(config, stretches[number], words_per_token, longest, salt)
         answers, _ = await replay(client, asks)
         if number >= learned:
-            turns[router].append(_summarise(asks, answers, live.warm_up_s, slo_s))
-            mean_s = turns[router][-1]["mean_response_s"]
+            measured = _summarise(asks, answers, live.warm_up_s, config.slo_response_s)
+            turns[router].append(measured)
+            mean_s = measured["mean_response_s"]
             tell(f"{cell}, turn {number - learned + 1}, {router}: mean {mean_s:.3f} s")
 
-    words_per_token: dict[str, float] = {}
-    longest: dict[str, int] = {}
     try:
-        for router, client in clients.items():
-            card = (await client.get("/v1/models"))["data"][0]
-            client.model, longest[router] = card["id"], int(card.get("max_model_len") or 4096)
-            words_per_token[router] = await client.words_per_token()
+        for router, url in live.routers.items():
+            known[router] = await _connected(router, replace(config, url=url))
         for number in range(len(stretches)):
-            first = number % len(clients)
-            order = [*clients][first:] + [*clients][:first]
+            first = number % len(known)
+            order = [*known][first:] + [*known][:first]
             if live.together:
                 await asyncio.gather(*(play_turn(number, router) for router in order))
                 continue
@@ -142,7 +162,7 @@ async def _play(
                 await play_turn(number, router)
                 await asyncio.sleep(config.pause_s)
     finally:
-        await asyncio.gather(*(client.close() for client in clients.values()))
+        await asyncio.gather(*(client.close() for client, *_ in known.values()))
     num_requests = sum(stretch.num_requests for stretch in stretches)
     rate_per_s = num_requests / (len(stretches) * live.duration_s)
     return rate_per_s, {

@@ -110,8 +110,8 @@ class Gateway:
     def class_of_objective(self, objective: str) -> SloClass:
         """Return the class of that name, else the first.
 
-        Where Kubernetes has an InferenceObjective of that name with a priority below 0, that is let
-        in only while `SHEDDABLE_FRACTION` of what may be in flight is not.
+        If Kubernetes has an InferenceObjective of that name with a priority below 0, requests are
+        let in only while less is in flight than `SHEDDABLE_FRACTION` of what may be.
         """
         if (named := self.cluster.service_class(objective)) is not None:
             return named

@@ -14,7 +14,6 @@ import math
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from engines.sim_to_real import ADMIN, SHARES, CpuShare
 from engines.sim_to_real import Engine as RealEngine
 from rival_engines import INFORMATION
 from rival_parity import missing
-from servers import behind_envoy, external_pool, gateway, rival, started
+from servers import behind_envoy, external_pool, gateway, ray_application, rival, started
 from unit.paced_endpoint import PAGE
 from unit.several_pickers import BLOCK, BLOCKS_HELD, MAX_BATCH, Engine
 from unit.stub_endpoint import DONE, Stub, an_event, served
@@ -52,7 +51,7 @@ SLO_S = 6.0
 NUM_PREFIXES, PREFIX_BLOCKS = 30, 12
 RAY = """
 import sys
-import httpx, ray
+import httpx
 from ray import serve
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -79,12 +78,7 @@ class Proxy:
             async for piece in answer.aiter_raw():
                 yield piece
 
-quiet = {"log_level": "WARNING", "enable_access_log": False}
-ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False)
-serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])}, logging_config=quiet)
-serve.run(Proxy.bind(), logging_config=quiet)
-print("serving", flush=True)
-sys.stdin.read()
+application = Proxy.bind()
 """
 """Ray Serve's own router, by the power of two choices, before a replica for each engine."""
 
@@ -237,7 +231,7 @@ def router(name, ports, cell):
         context = behind_envoy(ENVOY, ports, name, pool)
     elif name == "ray":
         port, urls = free_port(), [f"http://127.0.0.1:{each}" for each in ports]
-        context = started(name, port, [sys.executable, "-c", RAY, str(port), *urls])
+        context = started(name, port, ray_application(RAY, port, *urls))
     else:
         context = rival(name, ports, policy, model)
     with context as server:
@@ -311,10 +305,7 @@ def main(args):
         cell = CELLS[name]
         times = 1 if cell.slower else 2
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-            scratch, traffic = (
-                Path(folder),
-                cell.traffic | {"timeout_s": 60.0},
-            )
+            scratch, traffic = Path(folder), cell.traffic | {"timeout_s": 60.0}
             if cell.has_prefixes:
                 write_prefixes(scratch / "prefixes.jsonl", args.seed)
                 traffic |= {"trace": str(scratch / "prefixes.jsonl"), "block_tokens": BLOCK}

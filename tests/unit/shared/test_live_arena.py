@@ -32,6 +32,7 @@ def a_file(tmp_path, routers, **fields):
         ({"warm_up_s": 1.0}, "leaves nothing of duration_s to judge"),
         ({"repeat": 3}, "repeat: "),
         ({"cells": {"chat": {"scenario": "nothing"}}}, "nothing"),
+        ({"cells": {"chat": CELL | {"rate": "fast"}}}, "cell chat: rate: "),
     ],
 )
 def test_a_file_that_means_nothing_is_refused(fields, why, tmp_path):
@@ -40,9 +41,16 @@ def test_a_file_that_means_nothing_is_refused(fields, why, tmp_path):
         assert why in refusal(arena, "--live", path, "--page", tmp_path / "page.html")
 
 
+def test_what_a_file_names_is_no_option(tmp_path):
+    path = a_file(tmp_path, {"a": "http://a", "b": "http://b"})
+    assert "--live takes" in refusal(arena, "--live", path, "--quick")
+
+
 def test_a_router_that_does_not_answer_is_named(tmp_path):
     path = a_file(tmp_path, {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:9"})
-    assert "cell chat: " in refusal(arena, "--live", path, "--page", tmp_path / "page.html")
+    assert "a does not say which model" in refusal(
+        arena, "--live", path, "--page", tmp_path / "page.html"
+    )
 
 
 def test_the_example_of_the_page_can_be_read(tmp_path):
