@@ -40,11 +40,14 @@ def quantile(level: float, freedom: float) -> float:
 
 
 def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """I_x(a, b) for x < (a + 1) / (a + b + 2), by Lentz's continued fraction (DLMF 8.17.22)."""
+    """I_x(a, b), one of the two 1/2, for x < (a + 1) / (a + b + 2), by Lentz's continued fraction.
+
+    DLMF 8.17.22.
+    """
     if x <= 0.0:
         return 0.0
-    log = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
-    front = math.exp(log + a * math.log(x) + b * math.log1p(-x)) / a
+    ratio = _gamma_ratio(max(a, b)) / math.sqrt(math.pi)
+    front = ratio * math.exp(a * math.log(x) + b * math.log1p(-x)) / a
     c, d = 1.0, 1.0 / (1.0 - (a + b) * x / (a + 1.0))
     fraction = d
     for m in range(1, _STEPS):
@@ -58,3 +61,11 @@ def _incomplete_beta(a: float, b: float, x: float) -> float:
         if abs(c * d - 1.0) < _PRECISION:
             break
     return front * fraction
+
+
+def _gamma_ratio(a: float) -> float:
+    """Gamma(a + 1/2) / Gamma(a); logarithms of large ones would leave ten digits (DLMF 5.11.13)."""
+    if a < 100.0:
+        return math.gamma(a + 0.5) / math.gamma(a)
+    v = 1.0 / a
+    return math.sqrt(a) * (1.0 - v / 8 * (1.0 - v / 16 * (1.0 + v * 5 / 8 * (1.0 - v * 21 / 160))))
