@@ -187,6 +187,10 @@ class GatewayClient:
         """The card of what decides."""
         return self.ask("GET", "/v1/policy")
 
+    def change(self, action: str, **fields: Any) -> None:
+        """Change which policy decides."""
+        self.ask("POST", "/v1/policies", {"action": action, **fields})
+
     def lend(self, policy: str, for_s: float) -> tuple[str, str, float]:
         """Let a policy decide for a while; return two labels and the gateway's clock, seconds.
 
@@ -392,7 +396,7 @@ class Autopilot:
 
     def _shadow(self) -> None:
         """See whether the candidate can decide what is asked here."""
-        self._change("shadow", policy=self.state.candidate)
+        self.gateway.change("shadow", policy=self.state.candidate)
         self._pause(self.args.stretch_s)
         experiment = self.gateway.ask("GET", "/v1/policies")["experiment"] or {}
         compared, failed = (
@@ -401,7 +405,7 @@ class Autopilot:
         if not compared or failed:
             why = f"{failed} decisions failed" if failed else "it was asked for no decision"
             return self._finish(f"{self.state.candidate} was given up in the shadow: {why}")
-        self._change("stop")
+        self.gateway.change("stop")
         self._go_on("comparing", f"{compared} decisions in the shadow, none failed")
 
     def _compare(self) -> None:
@@ -414,8 +418,8 @@ class Autopilot:
         if said == "worse":
             self._finish(f"{candidate} is worse after {len(pairs)} pairs, and was given up")
         elif said == "better":
-            self._change("shadow", policy=candidate)
-            self._change("promote")
+            self.gateway.change("shadow", policy=candidate)
+            self.gateway.change("promote")
             self._finish(
                 f"promoted {candidate} after {len(pairs)} pairs", "watching",
                 pairs_before_promotion=len(pairs),
@@ -435,7 +439,7 @@ class Autopilot:
         if not self._add_pair(lent=former):
             return
         if self._conclusion(self.state.pairs[self.state.pairs_before_promotion :]) == "worse":
-            self._change("rollback")
+            self.gateway.change("rollback")
             self._finish(f"went back to {former}: what was promoted has become worse")
 
     def _conclusion(self, pairs: list[Pair]) -> Literal["better", "worse"] | None:
@@ -479,7 +483,7 @@ class Autopilot:
         # With what came shortly before, so that the simulator's fleet is busy.
         outcomes = read_outcomes(self.args.log, begins_s - 2.0 * stretch_s)
         outcomes = outcomes.between(0.0, begins_s + 2.0 * stretch_s)
-        outcomes = replace(outcomes, simulated_s=self._simulated_s(outcomes))
+        outcomes = replace(outcomes, simulated_s=_simulated_s(self.state, outcomes))
 
         def decided(label: str, from_s: float) -> LoggedOutcomes:
             settled_s = from_s + SETTLE_SHARE * stretch_s
@@ -497,22 +501,6 @@ class Autopilot:
         attained = new.attained(self._slo_s) - old.attained(self._slo_s)
         return pair.model_copy(update={"gain": gain, "attained": attained})
 
-    def _simulated_s(self, outcomes: LoggedOutcomes) -> FloatArray | None:
-        """Responses of these requests if the former policy had decided about all, seconds.
-
-        What is measured is divided by them, so that a burst in one stretch is not put down to who
-        decided then. They depend on what was asked, and not on who decided but where an answer
-        broke off.
-        """
-        if self.state.twin is None or not len(outcomes):
-            return None
-        scenario = Scenario.model_validate(self.state.twin)
-        former = str(self.state.in_place_of)
-        rule = former if is_rule(former) else rule_for(scenario.name)
-        streams = StreamSet([StreamSource(scenario).encode(outcomes.trace)], "what was sent")
-        (run,) = rule_runs(PROBLEM, rule, scenario, streams)
-        return run.outcomes.response_s
-
     def _newest(self, count: int) -> LoggedOutcomes:
         """The newest requests of the log, as far as the last month has so many."""
         span_s = 3600.0
@@ -522,15 +510,29 @@ class Autopilot:
                 return outcomes.newest(count)
             span_s = min(4.0 * span_s, _MONTH_S)
 
-    def _change(self, action: str, **fields: Any) -> None:
-        self.gateway.ask("POST", "/v1/policies", {"action": action, **fields})
-
     def _pause(self, seconds: float) -> None:
         """Wait, and look whether a person wants it to stop."""
         ends_s = time.monotonic() + seconds
         while (left_s := ends_s - time.monotonic()) > 0.0:
             time.sleep(min(left_s, _LOOK_EVERY_S))
             self.gateway.check_veto()
+
+
+def _simulated_s(state: AutopilotState, outcomes: LoggedOutcomes) -> FloatArray | None:
+    """Responses of these requests if the former policy had decided about all, seconds.
+
+    What is measured is divided by them, so that a burst in one stretch is not put down to who
+    decided then. They depend on what was asked, and not on who decided but where an answer
+    broke off.
+    """
+    if state.twin is None or not len(outcomes):
+        return None
+    scenario = Scenario.model_validate(state.twin)
+    former = str(state.in_place_of)
+    rule = former if is_rule(former) else rule_for(scenario.name)
+    streams = StreamSet([StreamSource(scenario).encode(outcomes.trace)], "what was sent")
+    (run,) = rule_runs(PROBLEM, rule, scenario, streams)
+    return run.outcomes.response_s
 
 
 def _train_in_ray(args: Args, since_s: float) -> tuple[Found, Traffic]:

@@ -40,15 +40,15 @@ Measured = dict[str, FloatArray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic(LoadConfig):
+class LiveTraffic(LoadConfig):
     """What a cell sends."""
 
     slo_response_s: float = math.inf
     """Response time above which a request violates its SLO."""
 
 
-_TRAFFIC = TypeAdapter(Traffic)
-_PLAYED = {field.name for field in fields(Traffic)} - {"url", "advance", "duration_s"}
+_TRAFFIC = TypeAdapter(LiveTraffic)
+_PLAYED = {field.name for field in fields(LiveTraffic)} - {"url", "advance", "duration_s"}
 
 
 class Live(FrozenModel):
@@ -106,11 +106,11 @@ def play_live(
         ValueError: A router does not answer, or the traffic cannot be made.
     """
     for name, options in live.cells.items():
-        config = Traffic(**{"seed": seed} | options, duration_s=live.duration_s)
+        config = LiveTraffic(**{"seed": seed} | options, duration_s=live.duration_s)
         yield name, *asyncio.run(_play(live, name, config, tell))
 
 
-async def _connected(router: str, config: Traffic) -> tuple[Client, float, int]:
+async def _connected(router: str, config: LiveTraffic) -> tuple[Client, float, int]:
     """A client of a router, how many words its model's tokens have, and how many tokens it takes.
 
     Raises:
@@ -129,7 +129,7 @@ async def _connected(router: str, config: Traffic) -> tuple[Client, float, int]:
 
 
 async def _play(
-    live: Live, cell: str, config: Traffic, tell: Callable[[str], None]
+    live: Live, cell: str, config: LiveTraffic, tell: Callable[[str], None]
 ) -> tuple[float, dict[str, Measured]]:
     """Requests per second, and the measures of every router by repeat."""
     learned = math.ceil(live.learn_s / live.duration_s)

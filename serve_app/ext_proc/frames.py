@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from asyncio import WriteTransport
+from collections.abc import Callable, Iterator
 from struct import Struct
 
 from hpack import Decoder, HPACKError
@@ -122,6 +123,44 @@ class FrameReader:
             # Its text may hold all of the head.
             reason = f"a head cannot be read: {type(error).__name__}"
             raise BrokenProtocol(COMPRESSION_ERROR, reason) from None
+
+
+class FrameWriter:
+    """Gathers the frames of one turn of the event loop, and writes them at once."""
+
+    def __init__(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
+        """Write at the end of this turn, by `call_soon` of the loop."""
+        self._call_soon = call_soon
+        self._frames: list[bytes] = []
+        self.transport: WriteTransport
+        self.is_held = False
+        """Whether `flush` is called in this turn anyway."""
+
+    def write(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+        """Write a frame."""
+        if not (self._frames or self.is_held):
+            self._call_soon(self.flush)
+        head = len(payload) << 48 | kind << 40 | flags << 32 | number
+        self._frames.append(head.to_bytes(9, "big"))
+        self._frames.append(payload)
+
+    def reset(self, number: int, code: int) -> None:
+        """End a stream."""
+        self.write(RST_STREAM, 0, number, code.to_bytes(4, "big"))
+
+    def allow(self, number: int, num_bytes: int) -> None:
+        """Let the other side send more, on a stream or on all (0)."""
+        self.write(WINDOW_UPDATE, 0, number, num_bytes.to_bytes(4, "big"))
+
+    def leave(self, last_stream: int, code: int) -> None:
+        """Say that streams after one are not taken."""
+        self.write(GOAWAY, 0, 0, (last_stream << 32 | code).to_bytes(8, "big"))
+
+    def flush(self) -> None:
+        """Hand on what was written; nothing where the connection is being closed."""
+        if self._frames and not self.transport.is_closing():
+            written, self._frames = self._frames, []
+            self.transport.write(b"".join(written))
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:

@@ -35,7 +35,7 @@ _HEAD, _UNSUPPORTED_TYPE = b"\x20\x88\x0f\x10\x10application/grpc", b"\x20\x08\x
 OK, NOT_FOUND, RESOURCE_EXHAUSTED, UNIMPLEMENTED, INTERNAL = 0, 5, 8, 12, 13
 
 
-class Call(Protocol):
+class CallHandler(Protocol):
     """What handles one call."""
 
     def take(self, message: bytes) -> None:
@@ -53,7 +53,7 @@ class Stream:
 
     def __init__(self, connection: Http2Protocol, number: int, window: int) -> None:
         self._connection, self.number, self.window = connection, number, window
-        self.call: Call | None = None
+        self.call: CallHandler | None = None
         self.inbox = bytearray()
         """The begin of a message that is not complete."""
         self.taken = 0
@@ -72,10 +72,11 @@ class Stream:
             return
         if not self.has_head:
             self.has_head = True
-            self._connection.write_frame(frames.HEADERS, frames.END_HEADERS, self.number, _HEAD)
+            write = self._connection.writer.write
+            write(frames.HEADERS, frames.END_HEADERS, self.number, _HEAD)
         for message in messages:
             self.unsent += b"\0" + len(message).to_bytes(4, "big") + message
-        self._connection.push(self)
+        self.push()
 
     def end(self, status: int = OK) -> None:
         """End the call with a status of gRPC."""
@@ -84,7 +85,12 @@ class Stream:
         trailer = b"\x00\x0bgrpc-status%c%d" % (len(str(status)), status)
         self.ended = trailer if self.has_head else _HEAD + trailer
         self.inbox.clear()
-        self._connection.push(self)
+        self.push()
+
+    def fail(self, error: Exception) -> None:
+        """End one call of many: the others go on."""
+        logger.error("a call of a proxy", exc_info=error)
+        self.end(INTERNAL)
 
     @property
     def is_open(self) -> bool:
@@ -96,12 +102,114 @@ class Stream:
         """Address of the other side; empty: unknown."""
         return self._connection.peer
 
+    def push(self) -> None:
+        """Send what the windows allow, and the end."""
+        connection, unsent, number = self._connection, self.unsent, self.number
+        write = connection.writer.write
+        while unsent and not connection.is_paused:
+            room = min(connection.window, self.window, connection.frame_bytes)
+            if room <= 0:
+                break
+            piece = bytes(unsent[:room])
+            del unsent[:room]
+            connection.window -= len(piece)
+            self.window -= len(piece)
+            write(frames.DATA, 0, number, piece)
+        if connection.blocked:
+            connection.blocked.pop(number, None)
+        if unsent and self.window > 0:
+            connection.blocked[number] = self  # The last: others go first.
+        if unsent or self.held:
+            self._allow()
+            self._hold()
+        if self.ended is not None and not unsent:
+            write(frames.HEADERS, _END, number, self.ended)
+            if not self.is_half_closed:
+                connection.writer.reset(number, frames.NO_ERROR)
+            connection.waste -= 1
+            connection.forget(number)
+
+    def grow(self, by: int) -> None:
+        """Send more where the other side takes more."""
+        self.window += by
+        if self.window > frames.MAX_WINDOW:
+            raise BrokenProtocol(frames.FLOW_CONTROL_ERROR, "a window is too large")
+        if self.unsent:
+            self.push()
+
+    def _allow(self) -> None:
+        """Let the other side send more, unless it leaves what it is sent."""
+        if self.taken > _WINDOW // 2 and len(self.unsent) < _WINDOW:
+            self._connection.writer.allow(self.number, self.taken)
+            self.taken = 0
+
+    def _hold(self) -> None:
+        """Count what is kept, and give the stream up where the connection's are too much."""
+        connection, held = self._connection, len(self.inbox) + len(self.unsent)
+        connection.held += held - self.held
+        self.held = held
+        most = max(_MAX_HELD_BYTES, 8 * connection.max_message_bytes)
+        if held and connection.held > most and self.number in connection.streams:
+            connection.writer.reset(self.number, frames.ENHANCE_YOUR_CALM)
+            connection.forget(self.number)
+
+    def take(self, flags: int, payload: bytes) -> None:
+        """Take a frame of data."""
+        if self.is_half_closed:
+            raise BrokenProtocol(frames.STREAM_CLOSED, "data comes after the end of its stream")
+        self.taken += len(payload)
+        if self.taken > _WINDOW // 2:
+            if self.taken > _WINDOW:
+                raise BrokenProtocol(frames.FLOW_CONTROL_ERROR, "data is beyond the window")
+            self._allow()
+        if flags & frames.PADDED:
+            payload = frames.unpadded(flags, payload)
+        if self.ended is None:
+            self.inbox += payload
+            self._read()
+            if self.inbox or self.held:
+                self._hold()
+        if flags & frames.END_STREAM and self.number in self._connection.streams:
+            self.half_close()
+
+    def _read(self) -> None:
+        """Hand on the complete messages."""
+        inbox = self.inbox
+        while self.call is not None and len(inbox) >= 5:
+            end = 5 + int.from_bytes(inbox[1:5], "big")
+            if inbox[0] or end - 5 > self._connection.max_message_bytes:
+                # Nobody was told that it may compress.
+                return self.end(UNIMPLEMENTED if inbox[0] else RESOURCE_EXHAUSTED)
+            if end > len(inbox):
+                return
+            message = bytes(inbox[5:end])
+            del inbox[:end]
+            try:
+                self.call.take(message)
+            except Exception as error:
+                self.fail(error)
+
+    def half_close(self) -> None:
+        """Note that nothing more comes."""
+        self.is_half_closed = True
+        if self.inbox:
+            self.end(INTERNAL)  # A message is cut off.
+        self.close_call()
+
+    def close_call(self) -> None:
+        """Tell the call that no message will follow."""
+        if self.call is not None:
+            try:
+                self.call.close()
+            except Exception as error:
+                self.fail(error)
+
 
 class Http2Protocol(asyncio.Protocol):
     """One connection."""
 
     def __init__(
-        self, methods: Mapping[bytes, Callable[[Stream], Call]], max_streams: int,
+        self, methods: Mapping[bytes, Callable[[Stream], CallHandler]], max_streams: int,
         max_message_bytes: int, open_connections: set[Http2Protocol],
     ) -> None:  # fmt: skip
         """Answer calls of some methods, by their paths; `open_connections` holds those there are.
@@ -109,20 +217,20 @@ class Http2Protocol(asyncio.Protocol):
         Calls beyond `max_streams` at a time are refused, and so are longer messages.
         """
         self._methods, self._max_streams = methods, max_streams
-        self._max_message_bytes, self._open = max_message_bytes, open_connections
+        self.max_message_bytes, self._open = max_message_bytes, open_connections
         self.streams: dict[int, Stream] = {}
         self._reader = frames.FrameReader()
-        self._is_reading = self._is_ending = self._is_paused = self._is_closed = False
+        self._is_ending = self.is_paused = self._is_closed = False
         self._last_stream = self._last_call = 0
         """Highest number that was used, and that was not refused."""
-        self._window, self._stream_window, self._frame_bytes = 65_535, 65_535, frames.LONGEST_FRAME
+        self.window, self._stream_window, self.frame_bytes = 65_535, 65_535, frames.LONGEST_FRAME
         """What the other side takes, bytes: on the connection, on a new stream, in a frame."""
-        self._blocked: OrderedDict[int, Stream] = OrderedDict()
+        self.blocked: OrderedDict[int, Stream] = OrderedDict()
         """Streams that wait for the connection, and not for windows of their own."""
-        self._taken = self._held = 0
-        self._waste, self._waste_since_s = 0, 0.0
-        self._out: list[bytes] = []
+        self._taken = self.held = 0
+        self.waste, self._waste_since_s = 0, 0.0
         self._loop = asyncio.get_running_loop()
+        self.writer = frames.FrameWriter(self._loop.call_soon)
         self._transport: asyncio.Transport
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -130,7 +238,7 @@ class Http2Protocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say what the other side may send."""
-        self._transport = cast(asyncio.Transport, transport)
+        self._transport = self.writer.transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(_MAX_WRITTEN_BYTES)
         name = transport.get_extra_info("peername")
         self.peer = str(name[0]) if isinstance(name, tuple) else ""
@@ -141,14 +249,14 @@ class Http2Protocol(asyncio.Protocol):
             frames.INITIAL_WINDOW_SIZE: _WINDOW,
             frames.MAX_HEADER_LIST_SIZE: frames.MAX_HEADER_BYTES,
         })  # fmt: skip
-        self.write_frame(frames.SETTINGS, 0, 0, payload)
-        self._allow(0, frames.MAX_WINDOW - 65_535)
+        self.writer.write(frames.SETTINGS, 0, 0, payload)
+        self.writer.allow(0, frames.MAX_WINDOW - 65_535)
 
     def data_received(self, data: bytes) -> None:
         """Take all complete frames."""
         if self._is_closed:
             return
-        self._is_reading = True
+        self.writer.is_held = True
         try:
             for kind, flags, number, payload in self._reader.feed(data):
                 if kind == frames.DATA:
@@ -157,20 +265,20 @@ class Http2Protocol(asyncio.Protocol):
                     self._take(kind, flags, number, payload)
         except BrokenProtocol as error:
             logger.warning("a connection of a proxy: %s", error)
-            self._write_goaway(error.code)
+            self.writer.leave(self._last_call, error.code)
             self.close()
-        self._is_reading = False
-        self._flush()
+        self.writer.is_held = False
+        self.writer.flush()
 
     def pause_writing(self) -> None:
         """Take nothing more while the other side does not take what is written."""
-        self._is_paused = True
+        self.is_paused = True
         self._transport.pause_reading()
         self._abort_in(_STALLED_S)
 
     def resume_writing(self) -> None:
         """Read and write again."""
-        self._is_paused = False
+        self.is_paused = False
         if not self._is_closed:
             self._abort_in(None)
             self._transport.resume_reading()
@@ -182,23 +290,23 @@ class Http2Protocol(asyncio.Protocol):
         self._abort_in(None)
         self._is_closed = True
         for number in (*self.streams,):
-            self._forget(number)
+            self.forget(number)
 
     def close(self) -> None:
         """Close the connection once what is written is sent; end all calls."""
         if self._is_closed:
             return
-        self._flush()
+        self.writer.flush()
         self._is_closed = True
         self._transport.close()
         self._abort_in(_CLOSING_S)
         for number in (*self.streams,):
-            self._forget(number)
+            self.forget(number)
 
     def go_away(self) -> None:
         """Ask the other side to send its next calls over another connection."""
         self._is_ending = True
-        self._write_goaway(frames.NO_ERROR)
+        self.writer.leave(self._last_call, frames.NO_ERROR)
 
     def _abort_in(self, wait_s: float | None) -> None:
         """Set when to give the connection up; None: not at all."""
@@ -209,74 +317,9 @@ class Http2Protocol(asyncio.Protocol):
 
     # What is sent
 
-    def write_frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
-        """Write a frame with the others of this turn of the loop."""
-        if not (self._out or self._is_reading):
-            self._loop.call_soon(self._flush)
-        head = len(payload) << 48 | kind << 40 | flags << 32 | number
-        self._out.append(head.to_bytes(9, "big"))
-        self._out.append(payload)
-
-    def _write_goaway(self, code: int) -> None:
-        self.write_frame(frames.GOAWAY, 0, 0, (self._last_call << 32 | code).to_bytes(8, "big"))
-
-    def _reset(self, number: int, code: int) -> None:
-        self.write_frame(frames.RST_STREAM, 0, number, code.to_bytes(4, "big"))
-
-    def _flush(self) -> None:
-        if self._out and not self._is_closed:
-            out, self._out = self._out, []
-            self._transport.write(b"".join(out))
-
-    def push(self, stream: Stream) -> None:
-        """Send of a stream what the windows allow, and its end."""
-        unsent, number = stream.unsent, stream.number
-        while unsent and not self._is_paused:
-            room = min(self._window, stream.window, self._frame_bytes)
-            if room <= 0:
-                break
-            piece = bytes(unsent[:room])
-            del unsent[:room]
-            self._window -= len(piece)
-            stream.window -= len(piece)
-            self.write_frame(frames.DATA, 0, number, piece)
-        if self._blocked:
-            self._blocked.pop(number, None)
-        if unsent and stream.window > 0:
-            self._blocked[number] = stream  # The last: others go first.
-        if unsent or stream.held:
-            self._allow_stream(stream)
-            self._hold(stream)
-        if stream.ended is not None and not unsent:
-            self.write_frame(frames.HEADERS, _END, number, stream.ended)
-            if not stream.is_half_closed:
-                self._reset(number, frames.NO_ERROR)
-            self._waste -= 1
-            self._forget(number)
-
     def _push_blocked(self) -> None:
-        while self._blocked and self._window > 0 and not self._is_paused:
-            self.push(self._blocked[next(iter(self._blocked))])
-
-    def _allow(self, number: int, num_bytes: int) -> None:
-        """Let the other side send more, on a stream or on all (0)."""
-        self.write_frame(frames.WINDOW_UPDATE, 0, number, num_bytes.to_bytes(4, "big"))
-
-    def _allow_stream(self, stream: Stream) -> None:
-        """Let the other side send more on a stream, unless it leaves what it is sent."""
-        if stream.taken > _WINDOW // 2 and len(stream.unsent) < _WINDOW:
-            self._allow(stream.number, stream.taken)
-            stream.taken = 0
-
-    def _hold(self, stream: Stream) -> None:
-        """Count what is kept of a stream, and give it up where the connection's are too much."""
-        held = len(stream.inbox) + len(stream.unsent)
-        self._held += held - stream.held
-        stream.held = held
-        most = max(_MAX_HELD_BYTES, 8 * self._max_message_bytes)
-        if held and self._held > most and stream.number in self.streams:
-            self._reset(stream.number, frames.ENHANCE_YOUR_CALM)
-            self._forget(stream.number)
+        while self.blocked and self.window > 0 and not self.is_paused:
+            self.blocked[next(iter(self.blocked))].push()
 
     # What comes
 
@@ -285,7 +328,7 @@ class Http2Protocol(asyncio.Protocol):
             self._take_head(number, bool(flags & frames.END_STREAM), payload)
         elif kind == frames.RST_STREAM:
             if (stream := self._stream(number)) is not None:
-                self._forget(number)
+                self.forget(number)
                 if not stream.has_head:
                     self._note_waste(1)
         elif kind == frames.WINDOW_UPDATE:
@@ -293,7 +336,7 @@ class Http2Protocol(asyncio.Protocol):
         elif kind == frames.SETTINGS and not flags & frames.ACK:
             self._take_settings(payload)
         elif kind == frames.PING and not flags & frames.ACK:
-            self.write_frame(frames.PING, frames.ACK, 0, payload)
+            self.writer.write(frames.PING, frames.ACK, 0, payload)
 
     def _stream(self, number: int) -> Stream | None:
         """Return an open stream; None: it is closed."""
@@ -306,40 +349,33 @@ class Http2Protocol(asyncio.Protocol):
         """Count work for nothing: calls reset before an answer, less those that were ended."""
         now_s = self._loop.time()
         if now_s - self._waste_since_s > _WASTE_S:
-            self._waste, self._waste_since_s = 0, now_s
-        self._waste += amount
-        if self._waste > 4 * self._max_streams + _MAX_WASTE:
+            self.waste, self._waste_since_s = 0, now_s
+        self.waste += amount
+        if self.waste > 4 * self._max_streams + _MAX_WASTE:
             raise BrokenProtocol(frames.ENHANCE_YOUR_CALM, "too much work for nothing")
 
     def _take_settings(self, payload: bytes) -> None:
-        if not self._is_paused:
+        if not self.is_paused:
             self._abort_in(None)  # It has begun.
         settings = frames.settings_of(payload)
-        self._frame_bytes = settings.get(frames.MAX_FRAME_SIZE, self._frame_bytes)
-        self.write_frame(frames.SETTINGS, frames.ACK, 0, b"")
+        self.frame_bytes = settings.get(frames.MAX_FRAME_SIZE, self.frame_bytes)
+        self.writer.write(frames.SETTINGS, frames.ACK, 0, b"")
         window = settings.get(frames.INITIAL_WINDOW_SIZE, self._stream_window)
         change, self._stream_window = window - self._stream_window, window
         if change:
             # Else few bytes could make much work, again and again.
             self._note_waste(len(self.streams) // 16)
             for stream in (*self.streams.values(),):
-                self._grow_stream(stream, change)
+                stream.grow(change)
 
     def _grow(self, number: int, by: int) -> None:
         if number == 0:
-            self._window += by
-            if self._window > frames.MAX_WINDOW:
+            self.window += by
+            if self.window > frames.MAX_WINDOW:
                 raise BrokenProtocol(frames.FLOW_CONTROL_ERROR, "a window is too large")
             self._push_blocked()
         elif (stream := self._stream(number)) is not None:
-            self._grow_stream(stream, by)
-
-    def _grow_stream(self, stream: Stream, by: int) -> None:
-        stream.window += by
-        if stream.window > frames.MAX_WINDOW:
-            raise BrokenProtocol(frames.FLOW_CONTROL_ERROR, "a window is too large")
-        if stream.unsent:
-            self.push(stream)
+            stream.grow(by)
 
     def _take_head(self, number: int, is_end: bool, block: bytes) -> None:
         """Take the head of a call, or its trailers."""
@@ -349,18 +385,18 @@ class Http2Protocol(asyncio.Protocol):
                 raise BrokenProtocol(frames.STREAM_CLOSED, "a head comes after the end")
             if not is_end or b":path" in headers:
                 raise BrokenProtocol(frames.PROTOCOL_ERROR, "trailers are not trailers")
-            self._half_close(stream)
+            stream.half_close()
         elif number % 2 == 0 or (number <= self._last_stream and b":path" in headers):
             raise BrokenProtocol(frames.PROTOCOL_ERROR, "a number of a stream is used again")
         elif number <= self._last_stream:
-            self._reset(number, frames.STREAM_CLOSED)  # Trailers that have crossed the end.
+            self.writer.reset(number, frames.STREAM_CLOSED)  # Trailers that have crossed the end.
         else:
             self._last_stream = number
             if len(self.streams) >= self._max_streams or self._is_ending:
-                return self._reset(number, frames.REFUSED_STREAM)
+                return self.writer.reset(number, frames.REFUSED_STREAM)
             self._last_call = number
             if not headers.keys() >= _REQUIRED:
-                return self._reset(number, frames.PROTOCOL_ERROR)
+                return self.writer.reset(number, frames.PROTOCOL_ERROR)
             self._open_stream(number, headers, is_end)
 
     def _open_stream(self, number: int, headers: Mapping[bytes, bytes], is_end: bool) -> None:
@@ -368,82 +404,33 @@ class Http2Protocol(asyncio.Protocol):
         stream.is_half_closed = is_end
         if not headers.get(b"content-type", b"").startswith(b"application/grpc"):
             stream.ended = _UNSUPPORTED_TYPE
-            return self.push(stream)
+            return stream.push()
         make = self._methods.get(headers[b":path"])
         if make is None:
             return stream.end(UNIMPLEMENTED)
         try:
             stream.call = make(stream)
         except Exception as error:
-            return self._fail(stream, error)
+            return stream.fail(error)
         if is_end or not stream.is_open:
-            self._close_call(stream)
-
-    def _fail(self, stream: Stream, error: Exception) -> None:
-        """End one call of many: the others go on."""
-        logger.error("a call of a proxy", exc_info=error)
-        stream.end(INTERNAL)
+            stream.close_call()
 
     def _take_data(self, flags: int, number: int, payload: bytes) -> None:
         self._taken += len(payload)
         if self._taken > frames.MAX_WINDOW // 4:
-            self._allow(0, self._taken)
+            self.writer.allow(0, self._taken)
             self._taken = 0
         if (stream := self._stream(number)) is None:
-            return self._reset(number, frames.STREAM_CLOSED)
-        if stream.is_half_closed:
-            raise BrokenProtocol(frames.STREAM_CLOSED, "data comes after the end of its stream")
-        stream.taken += len(payload)
-        if stream.taken > _WINDOW // 2:
-            if stream.taken > _WINDOW:
-                raise BrokenProtocol(frames.FLOW_CONTROL_ERROR, "data is beyond the window")
-            self._allow_stream(stream)
-        if flags & frames.PADDED:
-            payload = frames.unpadded(flags, payload)
-        if stream.ended is None:
-            stream.inbox += payload
-            self._read(stream)
-            if stream.inbox or stream.held:
-                self._hold(stream)
-        if flags & frames.END_STREAM and number in self.streams:
-            self._half_close(stream)
+            return self.writer.reset(number, frames.STREAM_CLOSED)
+        stream.take(flags, payload)
 
-    def _read(self, stream: Stream) -> None:
-        """Hand on the complete messages of a stream."""
-        inbox = stream.inbox
-        while stream.call is not None and len(inbox) >= 5:
-            end = 5 + int.from_bytes(inbox[1:5], "big")
-            if inbox[0] or end - 5 > self._max_message_bytes:
-                # Nobody was told that it may compress.
-                return stream.end(UNIMPLEMENTED if inbox[0] else RESOURCE_EXHAUSTED)
-            if end > len(inbox):
-                return
-            message = bytes(inbox[5:end])
-            del inbox[:end]
-            try:
-                stream.call.take(message)
-            except Exception as error:
-                self._fail(stream, error)
-
-    def _half_close(self, stream: Stream) -> None:
-        stream.is_half_closed = True
-        if stream.inbox:
-            stream.end(INTERNAL)  # A message is cut off.
-        self._close_call(stream)
-
-    def _close_call(self, stream: Stream) -> None:
-        if stream.call is not None:
-            try:
-                stream.call.close()
-            except Exception as error:
-                self._fail(stream, error)
-
-    def _forget(self, number: int) -> None:
+    def forget(self, number: int) -> None:
+        """Let go of a stream, which is over."""
         stream = self.streams.pop(number, None)
         if stream is not None:
-            self._blocked.pop(number, None)
-            self._held -= stream.held
+            self.blocked.pop(number, None)
+            self.held -= stream.held
             stream.held = 0
             stream.inbox.clear()
             stream.unsent.clear()
-            self._close_call(stream)
+            stream.close_call()

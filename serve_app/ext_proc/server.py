@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from serve_app.ext_proc.addresses import Addresses
 from serve_app.ext_proc.exchange import Exchange, Site
 from serve_app.ext_proc.health import Health
-from serve_app.ext_proc.http2 import Call, Http2Protocol, Stream
+from serve_app.ext_proc.http2 import CallHandler, Http2Protocol, Stream
 from serve_app.ext_proc.protocol import CHECK, EXT_PROC, PROCESS, WATCH
 from serve_app.gateway.gateway import Gateway
 from serve_app.http.tls import Certificate
@@ -47,7 +47,7 @@ class ExtProcServer:
         """Begin to listen; OSError: the address cannot be used."""
         self._gateway.refresh()
         limits, tls = self._gateway.cluster.limits, self._gateway.cluster.gateway.tls
-        methods: dict[bytes, Callable[[Stream], Call]] = {
+        methods: dict[bytes, Callable[[Stream], CallHandler]] = {
             PROCESS: partial(Exchange, self._site),
             CHECK: self._health.check, WATCH: self._health.watch,
         }  # fmt: skip

@@ -41,7 +41,7 @@ class Report(Body):
     """Whether another replica is wanted, after `failed` or `unreachable`."""
 
 
-class Pick(Sender):
+class OpenPick(Sender):
     """A request that somebody else sends."""
 
     def __init__(self, lease_s: float, on_end: Callable[[], object]) -> None:
@@ -131,7 +131,7 @@ class Pick(Sender):
 def make_router(path: DataPath) -> APIRouter:
     """Make the routes over the data path of a gateway."""
     router = APIRouter()
-    picks: dict[str, Pick] = {}
+    picks: dict[str, OpenPick] = {}
 
     @router.post(PICKS, responses=PROBLEMS, response_model=None)
     async def pick(
@@ -142,7 +142,7 @@ def make_router(path: DataPath) -> APIRouter:
 
         `route` is where it will be sent. The place is given up `lease_s` after the last report.
         """
-        picked = Pick(lease_s, lambda: picks.pop(picked.id, None))
+        picked = OpenPick(lease_s, lambda: picks.pop(picked.id, None))
         picks[picked.id] = picked
         scope: dict[str, Any] = {
             **request.scope, "path": route, "raw_path": route.encode(), "query_string": b"",

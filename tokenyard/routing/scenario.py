@@ -171,19 +171,20 @@ class Scenario(FrozenModel):
     reward: RewardWeights = RewardWeights()
 
     @model_validator(mode="after")
-    def _one_of_servers_and_fleet(self) -> Self:
+    def _refuse_terms_of_others(self) -> Self:
         if bool(self.servers) == (self.fleet is not None):
             raise ValueError("give exactly one of servers and fleet")
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_unknown_terms(self) -> Self:
         self.check_reward(self.reward)
         wrong = [name for name, default in _OF_SERVERS.items() if getattr(self, name) != default]
         if self.fleet and wrong:
             raise ValueError(f"{wrong} are of token-level servers; a fleet has its own queue_limit")
         if self.sessions and not (self.fleet and self.fleet.prefix_block_tokens):
             raise ValueError("sessions need a fleet with prefix_block_tokens above 0")
+        if self.discipline == "processor_sharing" and self.reward.credits_response:
+            raise ValueError(
+                "under processor_sharing the response time depends on later arrivals: reward "
+                "weights response, slo and tail must be 0; use slo_at_completion"
+            )
         return self
 
     @model_validator(mode="after")
@@ -197,15 +198,6 @@ class Scenario(FrozenModel):
             raise ValueError("diurnal is for traffic without sessions")
         if self.arrivals.process == "closed" and self.decision_epoch_s is not None:
             raise ValueError("a closed process is decided at every arrival: no decision_epoch_s")
-        return self
-
-    @model_validator(mode="after")
-    def _sharing_knows_no_response_at_decision(self) -> Self:
-        if self.discipline == "processor_sharing" and self.reward.credits_response:
-            raise ValueError(
-                "under processor_sharing the response time depends on later arrivals: reward "
-                "weights response, slo and tail must be 0; use slo_at_completion"
-            )
         return self
 
     @property

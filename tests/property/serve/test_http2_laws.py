@@ -83,6 +83,9 @@ class Wire(asyncio.Transport):
 
     abort = close
 
+    def is_closing(self):
+        return self.has_closed
+
 
 class Mute:
     def __init__(self, stream):
@@ -176,16 +179,16 @@ class Side:
         assert all(call.num_closed for call in self.calls.values())
         assert not any(call.num_late or call.stream.unsent for call in self.calls.values())
         self.check_what_is_held()
-        assert (self.protocol.streams, self.protocol._held) == ({}, 0)
+        assert (self.protocol.streams, self.protocol.held) == ({}, 0)
 
     def check_what_is_held(self):
         protocol = self.protocol
         streams = protocol.streams.values()
         held = sum(len(stream.inbox) + len(stream.unsent) for stream in streams)
-        assert held == protocol._held <= MAX_HELD_BYTES
+        assert held == protocol.held <= MAX_HELD_BYTES
         assert len(protocol.streams) <= protocol._max_streams
-        assert protocol._blocked.keys() <= protocol.streams.keys()
-        assert all(stream.unsent for stream in protocol._blocked.values())
+        assert protocol.blocked.keys() <= protocol.streams.keys()
+        assert all(stream.unsent for stream in protocol.blocked.values())
         reader = protocol._reader
         assert len(reader._buffer) < LONGEST_FRAME + 9
         assert reader._head is None or len(reader._head[2]) <= MAX_HEADER_BYTES
@@ -332,7 +335,7 @@ def test_never_more_is_sent_than_windows_allow_and_all_once_they_do(initial, ste
         side.feed(*(frame(HEADERS, END_HEADERS, n, a_block(b"/mute")) for n in (1, 3, 5)))
         reader, said, ended, is_paused = Reader(side, initial), {1: b"", 3: b"", 5: b""}, set(), 0
         # Few are left of the connection's, so that streams wait for each other.
-        side.protocol._window = reader.room[0] = 300
+        side.protocol.window = reader.room[0] = 300
         await reader.look()
         for act, which, size in steps:
             number = 1 + 2 * which

@@ -96,7 +96,7 @@ class Site:
     def check_all_is_released(self):
         assert all(call.num_closed for call in self.calls)
         for one in self.all_connections:
-            assert (one.streams, one._held, len(one._blocked)) == ({}, 0, 0)
+            assert (one.streams, one.held, len(one.blocked)) == ({}, 0, 0)
 
 
 async def until(is_so):
@@ -471,7 +471,7 @@ def test_incomplete_messages_of_a_connection_are_bounded(monkeypatch):
             _, _, code = await frames_until(reader, 3)
             assert int.from_bytes(code, "big") == ENHANCE_YOUR_CALM
             (connection,) = site.connections
-            assert connection._held <= 8 * MAX_MESSAGE_BYTES
+            assert connection.held <= 8 * MAX_MESSAGE_BYTES
             assert 0 < len(connection.streams) < 100
 
     run(test)
