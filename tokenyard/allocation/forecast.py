@@ -245,6 +245,34 @@ class Forecaster(FrozenModel):
         return np.asarray(np.exp(profile + deviation))
 
 
+class StreamForecasts:
+    """What a forecaster says in the course of a known stream, worked out for all slots at once."""
+
+    def __init__(self, forecaster: Forecaster, stream: DemandStream) -> None:
+        self._forecaster, self._stream = forecaster, stream
+
+    def forecast(self, demand_per_s: Sequence[float], end_slot: int) -> FloatArray:
+        """`Forecaster.forecast`."""
+        place = end_slot - self._stream.start_slot
+        # Before the first slot nothing is known; a policy is then shown that slot's own demand.
+        return self._medians[place] if place else self._forecaster.forecast(demand_per_s, end_slot)
+
+    def cases(self, demand_per_s: Sequence[float], end_slot: int) -> Cases:
+        """`Forecaster.cases`."""
+        place = end_slot - self._stream.start_slot
+        if not place:
+            return self._forecaster.cases(demand_per_s, end_slot)
+        return Cases(self._cases.per_s[place], self._cases.spread[place])
+
+    @functools.cached_property
+    def _medians(self) -> FloatArray:
+        return self._forecaster.forecast_all(self._stream)
+
+    @functools.cached_property
+    def _cases(self) -> Cases:
+        return Cases(*map(np.ascontiguousarray, self._forecaster.cases_all(self._stream)))
+
+
 def _one_case(outlook: Outlook) -> Cases:
     return Cases(outlook.median_per_s[..., :_HORIZON, None], outlook.spread[..., :_HORIZON])
 

@@ -27,6 +27,7 @@ from tokenyard.allocation.dynamics import NUM_OUT, REWARD
 from tokenyard.allocation.evaluation import MEASURES, daily_cost, summarise
 from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.policies import ALLOCATION_BASELINES, best_rule, make_allocation_policy
+from tokenyard.allocation.policies.learned import ForecastingPolicy
 from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario, allocation_names
 from tokenyard.allocation.simulator import AllocationOutcomes
@@ -158,14 +159,22 @@ def _run_rule(
     outcomes = []
     for i, stream in enumerate(demands.streams):
         context = AllocationContext(scenario, np.random.default_rng([seed + i, 7]))
-        outcomes.append(run_allocation(scenario, stream, make_allocation_policy(name, context)))
+        outcomes.append(_run(scenario, stream, make_allocation_policy(name, context)))
     return outcomes
 
 
 def _run_policy(
     policy: AllocationPolicy, scenario: AllocationScenario, demands: Demands, seed: int
 ) -> list[AllocationOutcomes]:
-    return [run_allocation(scenario, stream, policy) for stream in demands.streams]
+    return [_run(scenario, stream, policy) for stream in demands.streams]
+
+
+def _run(
+    scenario: AllocationScenario, stream: DemandStream, policy: AllocationPolicy
+) -> AllocationOutcomes:
+    if isinstance(policy, ForecastingPolicy):
+        policy = policy.on(stream)
+    return run_allocation(scenario, stream, policy)
 
 
 def _run_bound(

@@ -128,7 +128,7 @@ class PolicyTrainable(tune.Trainable):
         self.register_env()
         started_cpu_s = time.process_time()
         self._training = trial.make_training(scenario)
-        self._cpu_s = time.process_time() - started_cpu_s
+        self._cpu_s = time.process_time() - started_cpu_s + self._training.remembered_cpu_s
         self._start_is_scored = False
 
     def step(self) -> dict[str, float]:

@@ -43,6 +43,9 @@ class Learner(Protocol[ArtifactT]):
 class Training(Learner[ArtifactT], Protocol[ArtifactT]):
     """A learner that a trial runs."""
 
+    remembered_cpu_s: float
+    """CPU time of what it begins with, as far as an earlier trial had spent it, seconds."""
+
     @property
     def actors_cpu_s(self) -> float:
         """CPU time so far of processes that work for it beside its own, seconds."""
@@ -71,6 +74,7 @@ class LocalTraining(Generic[ArtifactT]):
     """A search or a table as a `Training`."""
 
     actors_cpu_s = 0.0
+    remembered_cpu_s = 0.0
 
     def __init__(self, learner: Resumable[ArtifactT], steps_per_result: int) -> None:
         self._learner, self._steps_per_result = learner, steps_per_result
@@ -114,6 +118,8 @@ _LEARNER_METRICS = {
 
 class RllibLearner(Generic[TrainedForT]):
     """An RLlib algorithm, advanced step by step; what it exports is for subclasses to say."""
+
+    remembered_cpu_s = 0.0
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import envs
 from tokenyard.registry import ARTIFACT_FILE
 from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.routing.training import build_config, equivariant
+from tokenyard.rl.routing.trial import searched
 from tokenyard.routing.artifact import PolicyArtifact
 from tune_configs.routing import RoutingTrial
 
@@ -116,6 +117,17 @@ def test_a_trial_becomes_another_without_a_new_process():
     fresh_trial.stop()
     assert reused[0] == fresh[0]
     assert reused[1].sha256 == fresh[1].sha256
+
+
+def test_trials_that_begin_with_one_search_run_it_once_and_each_counts_its_time():
+    searched.cache_clear()
+    trials = [a_trial(algorithm, env_steps=30_000) for algorithm in ("ppo", "a2c")]
+    assert searched.cache_info()[:2] == (1, 1)
+    first_s, second_s = (trial._training.remembered_cpu_s for trial in trials)
+    assert first_s == 0.0
+    assert trials[1].step()["system/cpu_s"] > second_s > 0.0
+    for trial in trials:
+        trial.stop()
 
 
 @pytest.mark.parametrize(

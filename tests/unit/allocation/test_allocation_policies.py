@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from tokenyard.allocation.demand import (
     demand_source,
 )
 from tokenyard.allocation.dynamics import REWARD
+from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.markov import NUM_BINS, markov_load, value_iteration
+from tokenyard.allocation.observation import NUM_STATE_FEATURES, observation_size
 from tokenyard.allocation.planner import best_next, make_planner
 from tokenyard.allocation.plans import load_allocation, plan_table
 from tokenyard.allocation.policies import (
@@ -24,13 +27,14 @@ from tokenyard.allocation.policies import (
     make_allocation_policy,
 )
 from tokenyard.allocation.policies.autoscaler import Autoscaler, AutoscalerRule, family
-from tokenyard.allocation.policies.learned import ForecastPlanner
+from tokenyard.allocation.policies.learned import ForecastPlanner, NetworkPlan
 from tokenyard.allocation.policies.rules import AllocationContext, load_tuned_allocation
 from tokenyard.allocation.problem import SUITES
 from tokenyard.allocation.simulator.run import StreamRunner, run_allocation
 from tokenyard.allocation.tabular import TabularConfig, TabularLearner
 from tokenyard.allocation.types import AllocationState
 from tokenyard.artifact import ArtifactError, NoChampionError
+from tokenyard.network import Network
 
 SCENARIO = load_allocation("a100x8_13b")
 SCENARIO = SCENARIO.model_copy(
@@ -93,6 +97,22 @@ def test_the_compiled_planner_decides_as_the_class_does(name):
     compiled = StreamRunner(scenario, stream).run_planner()
     ours = run_allocation(scenario, stream, ForecastPlanner(scenario))
     np.testing.assert_array_equal(compiled.plans, ours.plans)
+    known = run_allocation(scenario, stream, ForecastPlanner(scenario).on(stream))
+    np.testing.assert_array_equal(known.plans, ours.plans)
+
+
+def test_a_network_decides_alike_where_the_stream_is_known():
+    size, num_shapes = observation_size(TABLE), int(TABLE.shape_mask.sum())
+    weights = np.random.default_rng(0).normal(size=(num_shapes, size))
+    # It sees what is known of demand, forecasts among it, and nothing else.
+    weights[:, :NUM_STATE_FEATURES] = weights[:, -num_shapes:] = 0.0
+    network = Network(np.zeros(size), np.ones(size), [(weights, np.zeros(num_shapes))])
+    policy = NetworkPlan(SCENARIO, scenario_forecaster(SCENARIO), network, chooses_memory=False)
+    for stream in (STREAM, demand_source(SCENARIO).train(3)):
+        stream = replace(stream, per_s=stream.per_s[: stream.first + 200])
+        ours, known = (run_allocation(SCENARIO, stream, one) for one in (policy, policy.on(stream)))
+        assert len(set(ours.plans)) > 3
+        np.testing.assert_array_equal(known.plans, ours.plans)
 
 
 def test_compiled_and_plain_planners_agree():

@@ -6,12 +6,16 @@ them of artifacts.
 
 from __future__ import annotations
 
+from copy import copy
+from typing import Self
+
 import numpy as np
 import numpy.typing as npt
 
 from tokenyard.allocation import dynamics as dyn
 from tokenyard.allocation import observation as ob
-from tokenyard.allocation.forecast import Forecaster, scenario_forecaster
+from tokenyard.allocation.demand import DemandStream
+from tokenyard.allocation.forecast import Forecaster, StreamForecasts, scenario_forecaster
 from tokenyard.allocation.markov import planner_on
 from tokenyard.allocation.planner import best_next, make_planner
 from tokenyard.allocation.plans import plan_table
@@ -22,7 +26,23 @@ from tokenyard.network import Network
 from tokenyard.types import FloatArray, IntArray
 
 
-class ForecastPlanner:
+class ForecastingPolicy:
+    """Decides by forecasts."""
+
+    _forecaster: Forecaster | StreamForecasts
+
+    def on(self, stream: DemandStream) -> Self:
+        """The same policy for a stream that is known, all of whose forecasts are made at once.
+
+        It decides as this one does, in a small part of the time.
+        """
+        policy = copy(self)
+        assert isinstance(self._forecaster, Forecaster)
+        policy._forecaster = StreamForecasts(self._forecaster, stream)
+        return policy
+
+
+class ForecastPlanner(ForecastingPolicy):
     """Plans over forecasts by dynamic programming (`tokenyard.allocation.planner`)."""
 
     def __init__(self, scenario: AllocationScenario, forecaster: Forecaster | None = None) -> None:
@@ -32,8 +52,8 @@ class ForecastPlanner:
             scenario: Whose plans and prices.
             forecaster: Of demand; None: fitted to the scenario's training part.
         """
-        self._forecaster = forecaster or scenario_forecaster(scenario)
-        self._table, self._planner = plan_table(scenario), planner_on(scenario, self._forecaster)
+        self._forecaster = forecaster = forecaster or scenario_forecaster(scenario)
+        self._table, self._planner = plan_table(scenario), planner_on(scenario, forecaster)
         self._slot_s = scenario.slot_s
         size = len(self._planner.candidates)
         self._scratch = np.zeros((2 + size, size))
@@ -84,7 +104,7 @@ from -1 for 0 to 1 for 1. Before them come preferences for the limits of the bat
 scenario has several, and after them those for shapes."""
 
 
-class NetworkPlan:
+class NetworkPlan(ForecastingPolicy):
     """The plan that a trained network prefers."""
 
     def __init__(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from functools import lru_cache
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
@@ -38,6 +40,26 @@ SEARCH_STEPS = (
     * SearchConfig.requests_per_stream
 )
 """Environment steps of one generation of policy search."""
+
+
+class _Rule(NamedTuple):
+    """Where requests go, and in which order they wait."""
+
+    weights: tuple[float, ...]
+    order: tuple[float, ...]
+    cpu_s: float = 0.0
+    """CPU time of finding it."""
+
+
+@lru_cache(maxsize=1)
+def searched(scenario: Scenario, config: SearchConfig, seed: int) -> _Rule:
+    """Run a whole search; trials that follow each other in one process begin with the same one."""
+    started_cpu_s = time.process_time()
+    search = PolicySearch(scenario, config, seed)
+    for _ in range(config.num_generations):
+        search.step()
+    cpu_s = time.process_time() - started_cpu_s
+    return _Rule(tuple(search.weights.tolist()), tuple(search.order.tolist()), cpu_s)
 
 
 class RllibTraining(RllibLearner[StreamSource]):
@@ -135,8 +157,14 @@ class RoutingTrialConfig(TrialConfig):
         adapted = self.adapted_recipe(scenario)
         if scenario.fleet is not None and adapted.network == "flat":
             raise ValueError(f"recipe {self.recipe!r} is not for a fleet; choose 'equivariant'")
-        config = self._algorithm_config(adapted, *self._rule(scenario))
-        return RllibTraining(config, StreamSource(scenario), self.algorithm, adapted.reward_scale)
+        started_cpu_s = time.process_time()
+        rule = self._rule(scenario)
+        spent_cpu_s = time.process_time() - started_cpu_s
+        config = self._algorithm_config(adapted, rule.weights, rule.order)
+        trainer, source = self.algorithm, StreamSource(scenario)
+        training = RllibTraining(config, source, trainer, adapted.reward_scale)
+        training.remembered_cpu_s = max(rule.cpu_s - spent_cpu_s, 0.0)
+        return training
 
     @property
     def _recipe(self) -> Recipe:
@@ -164,25 +192,22 @@ class RoutingTrialConfig(TrialConfig):
         base = self._recipe
         return "sed" if base.network == "flat" else best_start(scenario, base.orders)
 
-    def _rule(self, scenario: Scenario) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Weights of the rule that a trial begins with, and of the order in which requests wait."""
+    def _rule(self, scenario: Scenario) -> _Rule:
+        """The rule that a trial begins with."""
         base = self._recipe
         config = started_at_best_rule(scenario, SearchConfig(), base.orders)
         if base.network == "flat" or self.from_scratch:
-            return MARGINAL_DELAY, config.order
+            return _Rule(MARGINAL_DELAY, config.order)
         assert config.start is not None
         # A network corrects the rule without SLO terms.
         start = config.start[:NUM_MARGINAL_WEIGHTS]
         if not self._warm_start:
-            return start, config.order
+            return _Rule(start, config.order)
         config = replace(
             config, start=start, num_generations=self._warm_start,
             randomisation=base.randomisation,
         )  # fmt: skip
-        search = PolicySearch(scenario, config, self.seed)
-        for _ in range(self._warm_start):
-            search.step()
-        return tuple(search.weights.tolist()), tuple(search.order.tolist())
+        return searched(scenario, config, self.seed)
 
     def _algorithm_config(
         self,
