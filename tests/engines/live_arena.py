@@ -129,6 +129,8 @@ class Args:
     warm_up_s: float = 5.0
     learn_s: float = 20.0
     seed: int = 7
+    hold: bool = False
+    """Play nothing: print where the routers of each cell listen, and wait for an end of line."""
     json: ResultFile | None = None
 
 
@@ -316,6 +318,9 @@ def main(args):
                 for each in args.routers
                 if is_there(each)
             }
+            if args.hold:
+                input(f"{name}: {routers} ")
+                continue
             live = {
                 "routers": routers, "repeats": args.repeats,
                 "cells": {name: traffic | {"slo_response_s": SLO_S}},
