@@ -93,14 +93,14 @@ def _corrected(
 ) -> list[Row]:
     """Add p-values: all differences in the rows are one family (Holm)."""
     compared = [measure for measure in measures if measure.delta]
-    tests, found = [], []
+    tests, p_values = [], []
     for row, (ours, theirs) in zip(rows, pairs, strict=True):
-        row |= {one.p_key: 1.0 for one in compared}
+        row |= {measure.p_key: 1.0 for measure in compared}
         if row["policy"] != row["baseline"]:
-            tests += [(row, one) for one in compared]
-            found += [ours.p_value(theirs, one.key) for one in compared]
-    for (row, one), p_value in zip(tests, holm(found), strict=True):
-        row[one.p_key] = p_value
+            tests += [(row, measure) for measure in compared]
+            p_values += [ours.p_value(theirs, measure.key) for measure in compared]
+    for (row, measure), p_value in zip(tests, holm(p_values), strict=True):
+        row[measure.p_key] = p_value
     return rows
 
 
@@ -189,7 +189,7 @@ def level_tables(problem: Problem[S, A, D, R], scenario: S, rows: Sequence[Row])
     for measure in problem.measures(scenario):
         if measure.heading and measure.key in rows[0]:
             tables.setdefault(measure.table, []).append(measure)
-    return [_table(title, "policy", some, best_first, level) for title, some in tables.items()]
+    return [_table(title, "policy", listed, best_first, level) for title, listed in tables.items()]
 
 
 def difference_table(
@@ -200,8 +200,8 @@ def difference_table(
     shown = [row for row in rows if row["policy"] != row["baseline"]]
     to = {str(row["baseline" if first == "policy" else "policy"]) for row in shown}
     title = f"{'difference to' if first == 'policy' else 'differences of'} {', '.join(sorted(to))}"
-    told = f"{title}: {DIFFERENCES}; {MARK} p < {SIGNIFICANT:g} over this table (Holm)"
-    return _table(told, first, compared, shown, difference)
+    caption = f"{title}: {DIFFERENCES}; {MARK} p < {SIGNIFICANT:g} over this table (Holm)"
+    return _table(caption, first, compared, shown, difference)
 
 
 def _table(
@@ -259,5 +259,5 @@ def figures_of(
     from tokenyard.figures import draw_differences
 
     measures = [measure for measure in problem.measures(scenario) if measure.delta]
-    scored = next((one for one in measures if one.key == problem.score.key), measures[0])
-    return {"differences": draw_differences(rows, scored, credit=streams.described)}
+    score = next((measure for measure in measures if measure.key == problem.score.key), measures[0])
+    return {"differences": draw_differences(rows, score, credit=streams.described)}

@@ -43,7 +43,7 @@ def draw_learning_curves(
     drawn = figure.subplots(num_rows, num_columns, sharex=True, sharey=True, squeeze=False).ravel()
     labels = sorted({label for curves in panels.values() for label in curves})
     palette = dict(zip(labels, colours(), strict=False))
-    every = [curve for curves in panels.values() for some in curves.values() for curve in some]
+    every = [curve for curves in panels.values() for runs in curves.values() for curve in runs]
     levels = np.array([rule[1], *(level for curve in every for _, level in curve)])
     near = levels[_near(levels[:, None])]
     margin = 0.08 * float(np.ptp(near) or abs(rule[1]) or 1.0)

@@ -298,7 +298,7 @@ class Problem(Protocol[S, A, D, R]):
 
         They hold at least the measures with an interval or a difference, and the score.
         """
-        return {name: Samples(_by_stream(some)) for name, some in runs.items()}
+        return {name: Samples(_by_stream(results)) for name, results in runs.items()}
 
     def evaluation_streams(self, scenario: S, options: StreamOptions) -> tuple[D, list[str]]:
         """Streams that an evaluation asks for, and what is worth knowing about them.

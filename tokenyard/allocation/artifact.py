@@ -104,14 +104,14 @@ def _table(artifact: AllocationArtifact) -> ValueTable:
 KINDS: dict[str, Kind[AllocationArtifact]] = {
     "planner": Kind(
         check=_check_planner,
-        policy=lambda it: ForecastPlanner(it.metadata.scenario, it.forecaster),
+        policy=lambda artifact: ForecastPlanner(artifact.metadata.scenario, artifact.forecaster),
     ),
     "table": Kind(check=_check_table, policy=_table),
     "hybrid_network": Kind(
-        check=_check_network, policy=lambda it: _network_plan(it, chooses_memory=True)
+        check=_check_network, policy=lambda artifact: _network_plan(artifact, chooses_memory=True)
     ),
     "grid_network": Kind(
-        check=_check_network, policy=lambda it: _network_plan(it, chooses_memory=False)
+        check=_check_network, policy=lambda artifact: _network_plan(artifact, chooses_memory=False)
     ),
 }
 """Kind of an artifact to what there is to know of it."""

@@ -67,8 +67,8 @@ def daily_cost(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes])
     """Dollars per hour of every day, SLO violations included, mean over draws; shape (days,)."""
     per_slot = np.mean([_cost(scenario, run) for run in runs], axis=0)
     days = max(1, len(per_slot) // scenario.slots_per_day)
-    each = len(per_slot) // days
-    return np.asarray(per_slot[: days * each].reshape(days, each).mean(axis=1))
+    slots_per_day = len(per_slot) // days
+    return np.asarray(per_slot[: days * slots_per_day].reshape(days, slots_per_day).mean(axis=1))
 
 
 def _cost(scenario: AllocationScenario, outcomes: AllocationOutcomes) -> FloatArray:
@@ -81,10 +81,10 @@ def _cost(scenario: AllocationScenario, outcomes: AllocationOutcomes) -> FloatAr
 
 
 def _worst_day(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) -> float:
-    each = scenario.slots_per_day
+    slots_per_day = scenario.slots_per_day
     days = []
     for run in runs:
-        for start in range(0, len(run.outs) - each + 1, each):
-            day = run.outs[start : start + each]
+        for start in range(0, len(run.outs) - slots_per_day + 1, slots_per_day):
+            day = run.outs[start : start + slots_per_day]
             days.append(1 - day[:, dyn.VIOLATIONS].sum() / day[:, dyn.OFFERED].sum())
     return float(min(days)) if days else np.nan

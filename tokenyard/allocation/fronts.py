@@ -65,9 +65,9 @@ def region_rows() -> Rows:
 
 def measured(outcomes: AllocationOutcomes, scenario: AllocationScenario) -> dict[str, float]:
     """Goodput, dollars and joules of a run."""
-    found = PROBLEM.summary(scenario, [outcomes])
+    summary = PROBLEM.summary(scenario, [outcomes])
     keys = "goodput_fraction", "cost_per_hour", "cost_per_million_tokens", "energy_j_per_token"
-    return {key: found[key] for key in keys}
+    return {key: summary[key] for key in keys}
 
 
 def front_rows(scenario: AllocationScenario, num_weightings: int, seed: int) -> tuple[Rows, Rows]:

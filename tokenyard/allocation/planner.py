@@ -133,12 +133,12 @@ def best_next(
             at = min(max((log - np.log(LOWEST_LEVEL)) / _STEP, 0.0), NUM_LEVELS - 1.001)
             level = int(at)
             a = at - level
-            one, two = costs[k, level], costs[k, level + 1]
-            three, four = costs[k + 1, level], costs[k + 1, level + 1]
-            w1, w2, w3, w4 = (1 - a) * (1 - b), a * (1 - b), (1 - a) * b, a * b
+            c00, c01 = costs[k, level], costs[k, level + 1]
+            c10, c11 = costs[k + 1, level], costs[k + 1, level + 1]
+            w00, w01, w10, w11 = (1 - a) * (1 - b), a * (1 - b), (1 - a) * b, a * b
             for i in range(first, last):
                 for j in range(size):
-                    cost = w1 * one[i, j] + w2 * two[i, j] + w3 * three[i, j] + w4 * four[i, j]
+                    cost = w00 * c00[i, j] + w01 * c01[i, j] + w10 * c10[i, j] + w11 * c11[i, j]
                     expected[i, j] += cost
         for i in range(first, last):
             least = np.inf

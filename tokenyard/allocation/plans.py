@@ -102,15 +102,15 @@ def replicas_of(scenario: AllocationScenario, plan: Plan) -> list[Replica] | Non
     for group in scenario.pool:
         for _ in range(min(group.count // size, n // size - len(replicas))):
             try:
-                one = _replica(
+                replica = _replica(
                     group.gpu, scenario.llm, plan.tensor_parallel, plan.pipeline_parallel,
                     scenario.precision, memory_fraction=plan.memory_fraction,
                 )  # fmt: skip
             except ValueError:
                 return None  # Heads not divisible, or a collective that was never measured.
-            replicas.append(one)
+            replicas.append(replica)
     longest = scenario.context_tokens + scenario.generated_tokens
-    fit = all(one.kv_capacity_tokens >= longest for one in replicas)
+    fit = all(replica.kv_capacity_tokens >= longest for replica in replicas)
     return replicas if fit and len(replicas) == n // size else None
 
 
@@ -275,8 +275,8 @@ class _Row:
 
 def _plan_row(scenario: AllocationScenario, plan: Plan, replicas: list[Replica]) -> _Row:
     kinds: dict[str, list[Replica]] = {}
-    for one in replicas:
-        kinds.setdefault(one.gpu.name, []).append(one)
+    for replica in replicas:
+        kinds.setdefault(replica.gpu.name, []).append(replica)
     parts = [(len(same), _replica_curves(scenario, plan, same[0])) for same in kinds.values()]
     capacity = sum(count * part.capacity_per_s for count, part in parts)
     curves = np.zeros((len(UTILISATION), NUM_CURVES))
@@ -290,13 +290,15 @@ def _plan_row(scenario: AllocationScenario, plan: Plan, replicas: list[Replica])
         curves[:, POWER_W] += count * part.power_w
         curves[:, BATCH_SHARE] += share * part.batch_share
         curves[:, NETWORK_SHARE] += share * part.network_share
-    filled = sum(one.num_gpus * one.gpu.memory_gb * plan.memory_fraction for one in replicas)
+    filled = sum(
+        replica.num_gpus * replica.gpu.memory_gb * plan.memory_fraction for replica in replicas
+    )
     held = sum(group.count * load_gpu(group.gpu).memory_gb for group in scenario.pool)
     return _Row(
         capacity_per_s=capacity,
-        usd_per_hour=sum(one.usd_per_hour for one in replicas),
+        usd_per_hour=sum(replica.usd_per_hour for replica in replicas),
         memory_share=filled / held,
-        idle_w=sum(one.num_gpus * one.gpu.idle_w for one in replicas),
+        idle_w=sum(replica.num_gpus * replica.gpu.idle_w for replica in replicas),
         curves=curves,
     )
 

@@ -131,8 +131,8 @@ class Allocation(Problem[AllocationScenario, AllocationArtifact, Demands, Alloca
     ) -> dict[str, Samples]:
         """Cost by day, mean over draws."""
         return {
-            name: Samples({"cost_with_penalty": daily_cost(scenario, some)})
-            for name, some in runs.items()
+            name: Samples({"cost_with_penalty": daily_cost(scenario, outcomes)})
+            for name, outcomes in runs.items()
         }
 
 

@@ -79,4 +79,4 @@ def _bursts(rng: np.random.Generator) -> list[_Event]:
     count = rng.poisson(_BURSTS_PER_DAY)
     starts, durations = rng.uniform(0.0, 86_400, count), rng.exponential(_BURST_S, count)
     sizes = rng.uniform(0.2, 0.8, count)
-    return [_Event(*each) for each in zip(starts, durations, sizes, strict=True)]
+    return [_Event(*row) for row in zip(starts, durations, sizes, strict=True)]

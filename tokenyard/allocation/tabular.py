@@ -140,16 +140,16 @@ class TabularLearner:
         source = demand_source(scenario)
         draws = [source.train(10_000 * (seed + 1) + i) for i in range(_NUM_DRAWS)]
         self.edges: FloatArray = np.quantile(
-            np.concatenate([one.per_s for one in draws]), np.linspace(0, 1, NUM_BINS + 1)[1:-1]
+            np.concatenate([draw.per_s for draw in draws]), np.linspace(0, 1, NUM_BINS + 1)[1:-1]
         )
         per_day = scenario.slots_per_day
         self._draws = [
             (
-                one.per_s,
-                np.searchsorted(self.edges, one.per_s, side="right"),
-                (one.start_slot + np.arange(len(one.per_s))) % per_day * NUM_HALVES // per_day,
+                draw.per_s,
+                np.searchsorted(self.edges, draw.per_s, side="right"),
+                (draw.start_slot + np.arange(len(draw.per_s))) % per_day * NUM_HALVES // per_day,
             )
-            for one in draws
+            for draw in draws
         ]
         size = len(self._candidates)
         self.q: FloatArray = np.zeros((NUM_BINS, NUM_HALVES, size, 2, size))

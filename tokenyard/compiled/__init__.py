@@ -78,13 +78,13 @@ def source_key(package: Path = PACKAGE) -> str:
 
 def _constants_from(text: bytes) -> set[str]:
     """Files that may define constants which a module uses: these are compiled in."""
-    found = []
+    paths = []
     for module, names in _IMPORTED.findall(text):
         at = os.path.join(*module.decode().split(".")[1:], "")
         if _CONSTANT.search(names):
-            found += [at.rstrip(os.sep), at + "__init__"]
-        found += [at + name.decode() for name in re.findall(rb"\b[a-z]\w*", names)]
-    return {path + ".py" for path in found}
+            paths += [at.rstrip(os.sep), at + "__init__"]
+        paths += [at + name.decode() for name in re.findall(rb"\b[a-z]\w*", names)]
+    return {path + ".py" for path in paths}
 
 
 def _roots(given: str) -> Iterator[Path]:

@@ -168,8 +168,8 @@ def collective_held_out_mape(profile: CollectiveProfile, kind: str) -> float:
         replace(profile, message_bytes=profile.message_bytes[i::2], time_s=profile.time_s[i::2])
         for i in (0, 1)
     ]
-    one, other = (fit_collective(half, kind) for half in halves)
-    return (collective_mape(halves[1], kind, one) + collective_mape(halves[0], kind, other)) / 2
+    first, second = (fit_collective(half, kind) for half in halves)
+    return (collective_mape(halves[1], kind, first) + collective_mape(halves[0], kind, second)) / 2
 
 
 def _traffic_share(profile: CollectiveProfile, kind: str) -> float:
@@ -282,9 +282,9 @@ def undetermined(profile: IterationProfile, fitted: LinearCoefficients) -> list[
     # The median, as outliers are no noise.
     noise = max(1.5 * float(np.median(np.abs(fitted.values @ design - 1))), _LEAST_NOISE)
     error = noise * np.linalg.norm(directions / spread, axis=1)
-    told = fitted.values * size > 2 * error
+    known = fitted.values * size > 2 * error
     names = [field.name for field in fields(fitted)]
-    return [name for name, is_told in zip(names, told.tolist(), strict=False) if not is_told]
+    return [name for name, is_known in zip(names, known.tolist(), strict=False) if not is_known]
 
 
 def fit_replica(profile: IterationProfile, replica: Replica) -> Calibration:

@@ -60,9 +60,9 @@ _VAGUE = 0.25
 """Weight of an equation that holds times beside those of iterations."""
 
 
-def _covariance(common: float, each: float) -> FloatArray:
+def _covariance(common: float, individual: float) -> FloatArray:
     """Covariance of logarithms that share a factor and deviate from it, by standard deviations."""
-    return common**2 * np.ones((4, 4)) + each**2 * np.eye(4)
+    return common**2 * np.ones((4, 4)) + individual**2 * np.eye(4)
 
 
 _GENERIC, _DECLARED = _covariance(1.5, 0.8), _covariance(0.7, 0.4)
@@ -259,7 +259,7 @@ class PoolEstimator:
         Noise would otherwise send all requests of an idle pool to one of its equal replicas.
         They are compared by the times of a mean batch and of a prompt's token.
         """
-        seen = [one.mean_batch for one in replicas if one.num_observations]
+        seen = [replica.mean_batch for replica in replicas if replica.num_observations]
         parts = np.exp(logs) * (np.mean(seen, axis=0) if seen else np.eye(4)[0])
         total = parts.sum(axis=1, keepdims=True)
         shares = parts / total
@@ -270,18 +270,18 @@ class PoolEstimator:
         while left:
             first = left[0]
             group = [
-                one for one in left
-                if all(map(_is_same, times[first], times[one], spreads[first], spreads[one]))
+                index for index in left
+                if all(map(_is_same, times[first], times[index], spreads[first], spreads[index]))
             ]  # fmt: skip
             common = _on_grid(logs[group].mean(axis=0))
-            for one in group:
-                replicas[one].shared_iteration = common
-            left = [one for one in left if one not in group]
+            for index in group:
+                replicas[index].shared_iteration = common
+            left = [index for index in left if index not in group]
 
 
-def _is_same(one: float, other: float, variance: float, more: float) -> bool:
+def _is_same(first: float, second: float, variance: float, more: float) -> bool:
     """Whether two logarithms may be the same, or are nearly so."""
-    return abs(one - other) <= min(max(2 * math.sqrt(variance + more), _ALIKE), _UNLIKE)
+    return abs(first - second) <= min(max(2 * math.sqrt(variance + more), _ALIKE), _UNLIKE)
 
 
 def _on_grid(log: FloatArray) -> FloatArray:

@@ -50,7 +50,7 @@ def hyperparameters(config: AlgorithmConfig) -> dict[str, float | str]:
     """
     rate = config.lr
     spec: Any = config.rl_module_spec
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "lr": rate[0][1] if isinstance(rate, list) else rate,
         "gamma": config.gamma,
         "train_batch_size": config.total_train_batch_size,
@@ -59,10 +59,10 @@ def hyperparameters(config: AlgorithmConfig) -> dict[str, float | str]:
         "network": "x".join(str(width) for width in spec.model_config["fcnet_hiddens"]),
     }
     if not isinstance(config, RoundsDQNConfig):
-        found |= {"gae_lambda": config.lambda_, "entropy_coeff": config.entropy_coeff}
+        settings |= {"gae_lambda": config.lambda_, "entropy_coeff": config.entropy_coeff}
     if config.minibatch_size is not None:
-        found |= {key: getattr(config, key) for key in ("minibatch_size", "num_epochs")}
-    return found
+        settings |= {key: getattr(config, key) for key in ("minibatch_size", "num_epochs")}
+    return settings
 
 
 def flat_numbers(settings: Any, prefix: str = "") -> dict[str, float | str]:

@@ -88,8 +88,8 @@ class LocalTraining(Generic[ArtifactT]):
     def step(self) -> dict[str, float]:
         """Take some steps and return what the last one came to."""
         for _ in range(self._steps_per_result):
-            found = self._learner.step()
-        return found
+            metrics = self._learner.step()
+        return metrics
 
     def save(self, folder: Path) -> None:
         """Write the learner's state as JSON."""
@@ -134,8 +134,8 @@ class RllibLearner(Generic[TrainedForT]):
         configuration says, or 1.
         """
         self._config, self._trained_for, self._trainer = config, trained_for, trainer
-        told = config.env_config.get("reward_scale", 1.0)
-        self._reward_scale = float(told if reward_scale is None else reward_scale)
+        configured = config.env_config.get("reward_scale", 1.0)
+        self._reward_scale = float(configured if reward_scale is None else reward_scale)
         self._algorithm: Algorithm = config.build_algo()
         # Every algorithm makes itself a folder in the home directory; this one writes nothing.
         os.rmdir(self._algorithm.logdir)
@@ -180,13 +180,13 @@ class RllibLearner(Generic[TrainedForT]):
         result = self._algorithm.train()
         runners = result.get("env_runners", {})
         learner = result.get("learners", {}).get(DEFAULT_MODULE_ID, {})
-        found = {ours: learner[key] for key, ours in _LEARNER_METRICS.items() if key in learner}
+        metrics = {ours: learner[key] for key, ours in _LEARNER_METRICS.items() if key in learner}
         if REWARD_PER_REQUEST in runners:
-            found[REWARD_PER_REQUEST] = runners[REWARD_PER_REQUEST] / self._reward_scale
+            metrics[REWARD_PER_REQUEST] = runners[REWARD_PER_REQUEST] / self._reward_scale
         if CLIPPED_FRACTION in runners:
-            found[CLIPPED_FRACTION] = runners[CLIPPED_FRACTION]
+            metrics[CLIPPED_FRACTION] = runners[CLIPPED_FRACTION]
         self._env_steps = int(runners.get("num_env_steps_sampled_lifetime", self._env_steps))
-        return {name: float(value) for name, value in found.items() if np.isfinite(value)}
+        return {name: float(value) for name, value in metrics.items() if np.isfinite(value)}
 
     def save(self, folder: Path) -> None:
         """Write RLlib's checkpoint of weights, optimiser and counters."""

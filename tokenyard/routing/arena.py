@@ -345,17 +345,17 @@ def board(rows: Sequence[Row]) -> list[Row]:
     of_entry: dict[str, list[Row]] = {}
     for row in rows:
         of_entry.setdefault(str(row["entry"]), []).append(row)
-    summed = [_sum_up(some) for some in of_entry.values()]
+    summed = [_sum_up(entry_rows) for entry_rows in of_entry.values()]
     return sorted(summed, key=lambda row: (-int(row["cells"]), row["mean_regret_mean_fraction"]))
 
 
-def _sum_up(some: Sequence[Row]) -> Row:
-    regrets = [float(row["regret_mean_fraction"]) for row in some]
-    worst = some[int(np.argmax(regrets))]
-    sure = [regret for row, regret in zip(some, regrets, strict=True) if _is_sure(row)]
+def _sum_up(rows: Sequence[Row]) -> Row:
+    regrets = [float(row["regret_mean_fraction"]) for row in rows]
+    worst = rows[int(np.argmax(regrets))]
+    sure = [regret for row, regret in zip(rows, regrets, strict=True) if _is_sure(row)]
     return {
-        "entry": some[0]["entry"], "kind": some[0]["kind"], "cell": ALL, "cells": len(some),
-        "mean_rank": float(np.mean([float(row["rank"]) for row in some])),
+        "entry": rows[0]["entry"], "kind": rows[0]["kind"], "cell": ALL, "cells": len(rows),
+        "mean_rank": float(np.mean([float(row["rank"]) for row in rows])),
         "mean_regret_mean_fraction": float(np.mean(regrets)),
         "worst_regret_mean_fraction": max(regrets),
         "worst_cell": worst["cell"],

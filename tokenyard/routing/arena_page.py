@@ -46,14 +46,14 @@ def write_page(
             "heading": heading,
             "mean": mean,
             "columns": columns,
-            "summed": board(some),
-            "results": {(row["entry"], row["cell"]): row for row in some},
+            "summed": board(board_rows),
+            "results": {(row["entry"], row["cell"]): row for row in board_rows},
             "of_cell": {
-                cell: [row for row in some if row["cell"] == cell]
-                for cell in dict.fromkeys(str(row["cell"]) for row in some)
+                cell: [row for row in board_rows if row["cell"] == cell]
+                for cell in dict.fromkeys(str(row["cell"]) for row in board_rows)
             },
         }
-        for heading, mean, columns, some in (
+        for heading, mean, columns, board_rows in (
             ("Requests", "response", _COLUMNS, rows),
             ("Sessions", "completion", _SESSION_COLUMNS, sessions),
         )

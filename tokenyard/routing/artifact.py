@@ -223,11 +223,11 @@ KINDS: dict[str, RoutingKind] = {
     ),
     "mlp": RoutingKind(
         _check_mlp, _policy_of(NetworkPolicy), run=_run_network,
-        needs_engine=lambda it: False,
+        needs_engine=lambda _: False,
     ),
     "corrected": RoutingKind(
         _check_residual, _policy_of(ResidualPolicy), run=_run_residual,
-        needs_engine=lambda it: it.metadata.num_replicas is None,
+        needs_engine=lambda artifact: artifact.metadata.num_replicas is None,
     ),
 }  # fmt: skip
 """Kind of an artifact to what there is to know of it; `ArtifactMetadata.kind` says what each is."""

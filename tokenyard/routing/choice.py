@@ -21,7 +21,7 @@ LOSSES, WINS, CHANGE = "losses", "wins", "delta_mean_over_parts"
 load (0 or 1), and the mean over parts of the difference to that rule's mean response time."""
 _KEPT = (
     "mean_response_s", "p99_response_s", "slo_violation_fraction",
-    *(key for one in COMPARED for key in one.delta_keys), LOSSES, WINS, CHANGE,
+    *(key for measure in COMPARED for key in measure.delta_keys), LOSSES, WINS, CHANGE,
 )  # fmt: skip
 """What of it goes into a policy's metadata."""
 
@@ -70,11 +70,11 @@ class Judge:
         }
 
 
-def choose(found: Sequence[Mapping[str, Any]], must_win: bool = True) -> int | None:
+def choose(rows: Sequence[Mapping[str, Any]], must_win: bool = True) -> int | None:
     """Pick one of what `Judge` found; what loses to a rule at the gate is refused.
 
     Args:
-        found: Of every candidate.
+        rows: Of every candidate.
         must_win: Refuse, too, what does not beat the best rule at the scenario's load.
 
     Returns:
@@ -82,15 +82,15 @@ def choose(found: Sequence[Mapping[str, Any]], must_win: bool = True) -> int | N
         are refused.
     """
     passing = [
-        index for index, one in enumerate(found)
-        if not one[LOSSES] and (one[WINS] or not must_win)
+        index for index, row in enumerate(rows)
+        if not row[LOSSES] and (row[WINS] or not must_win)
     ]  # fmt: skip
-    return min(passing, key=lambda index: float(found[index][CHANGE]), default=None)
+    return min(passing, key=lambda index: float(rows[index][CHANGE]), default=None)
 
 
-def recorded(found: Row) -> dict[str, float]:
+def recorded(row: Row) -> dict[str, float]:
     """What of it goes into a policy's metadata: of few streams some intervals are not known."""
-    kept = {key: float(found[key]) for key in _KEPT}
+    kept = {key: float(row[key]) for key in _KEPT}
     return {key: value for key, value in kept.items() if math.isfinite(value)}
 
 

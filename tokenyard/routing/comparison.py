@@ -71,7 +71,7 @@ def judged(rows: Sequence[Row], served: str, goal: float, error: float) -> Concl
         return Conclusion(headline, [about, twin])
     row = next((row for row in others if row["policy"] == served), others[-1])
     name = "the searched policy" if row["role"] == "searched" else str(row["policy"])
-    ours, theirs = (float(one["sustainable_load_per_s"]) for one in (row, now))
+    ours, theirs = (float(compared["sustainable_load_per_s"]) for compared in (row, now))
     mean, tail, load = (_change(row, what) for what in ("mean", "p99", "sustainable"))
     sentences = [
         about,
@@ -92,7 +92,7 @@ def judged(rows: Sequence[Row], served: str, goal: float, error: float) -> Concl
     if mean.high < 0.0:
         headline = f"{name} answers {-mean.estimate:.1%} sooner on average than {of_today}"
     elif fewer_late:
-        share, before = (float(each["slo_attainment_fraction"]) for each in (row, now))
+        share, before = (float(compared["slo_attainment_fraction"]) for compared in (row, now))
         headline = (
             f"{name} keeps {share:.1%} of the requests in their SLOs, {of_today} {before:.1%}"
         )
@@ -152,7 +152,7 @@ def _number(value: float) -> str:
 
 def write_page(
     path: Path, rows: Sequence[Row], load: float, verdict: Conclusion, goal: float,
-    told: Sequence[str],
+    provenance: Sequence[str],
 ) -> None:  # fmt: skip
     """Write one HTML file that needs nothing else; its folder is created.
 
@@ -162,7 +162,7 @@ def write_page(
         load: That is asked about.
         verdict: Of `judged`.
         goal: Share of requests that are to attain their SLOs.
-        told: How it was made, in sentences; the last is the command.
+        provenance: How it was made, in sentences; the last is the command.
     """
     # Only who asks for a page needs matplotlib and jinja2.
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -178,8 +178,8 @@ def write_page(
         lstrip_blocks=True, undefined=StrictUndefined,
     )  # fmt: skip
     page = environment.get_template("compare.html").render(
-        verdict=verdict, goal=goal, told=told, headings=HEADINGS,
-        tables=[(title, [cells(row) for row in some]) for title, some in tables(rows, load)],
+        verdict=verdict, goal=goal, told=provenance, headings=HEADINGS,
+        tables=[(title, [cells(row) for row in group]) for title, group in tables(rows, load)],
         figure=Markup(drawing.getvalue()[drawing.getvalue().index("<svg") :]),
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,9 +188,9 @@ def write_page(
 
 def tables(rows: Sequence[Row], load: float) -> list[tuple[str, list[Row]]]:
     """Title and rows of the tables: at a load, and at half of it."""
-    found = []
+    titled = []
     for title, at in (("At this load", load), ("At half of it", 0.5 * load)):
-        some = [row for row in rows if math.isclose(float(row["offered_load"]), at)]
-        rate = float(some[0]["rate_per_s"])
-        found.append((f"{title}: {rate:.3g} requests a second, offered load {at:.2f}", some))
-    return found
+        group = [row for row in rows if math.isclose(float(row["offered_load"]), at)]
+        rate = float(group[0]["rate_per_s"])
+        titled.append((f"{title}: {rate:.3g} requests a second, offered load {at:.2f}", group))
+    return titled

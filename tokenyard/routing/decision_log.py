@@ -70,7 +70,7 @@ class LoggedOutcomes:
 
     def where(self, chosen: npt.NDArray[np.bool_] | slice) -> LoggedOutcomes:
         """Some of them."""
-        columns = {each.name: getattr(self, each.name) for each in fields(self)}
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
         kept = {name: column[chosen] for name, column in columns.items() if column is not None}
         return LoggedOutcomes(**kept)
 
@@ -174,20 +174,20 @@ def read_log(folder: Path, since_s: float = -math.inf) -> tuple[list[LoggedDecis
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    digest, found = hashlib.sha256(), []
+    digest, logged = hashlib.sha256(), []
     for file in _files(folder, since_s):
         digest.update(file.read_bytes())
         try:
             rows = pq.read_table(file).to_pylist()
             _check_versions({row["format_version"] for row in rows}, file)
-            found += [_decision(row) for row in rows if row["attempt"] == 0 and row["candidates"]]
+            logged += [_decision(row) for row in rows if row["attempt"] == 0 and row["candidates"]]
         except (pa.ArrowException, KeyError, TypeError) as error:
             raise ValueError(f"{file} is no decision log: {error!r}") from None
-    found = [decision for decision in found if decision.request.arrival_s >= since_s]
-    if not found:
+    logged = [decision for decision in logged if decision.request.arrival_s >= since_s]
+    if not logged:
         raise ValueError(f"the decision log in {folder} holds no request that was placed")
-    found.sort(key=lambda one: one.request.arrival_s)
-    return found, digest.hexdigest()[:12]
+    logged.sort(key=lambda decision: decision.request.arrival_s)
+    return logged, digest.hexdigest()[:12]
 
 
 def _check_versions(versions: set[int], file: Path) -> None:
@@ -293,7 +293,7 @@ def _order_keys(decisions: Sequence[LoggedDecision]) -> FloatArray:
 def _decision(row: dict[str, Any]) -> LoggedDecision:
     return LoggedDecision(
         request=Request(row["arrival_s"], row["context_tokens"], row["predicted_total_tokens"]),
-        snapshots=tuple(_snapshot(one) for one in row["candidates"]),
+        snapshots=tuple(_snapshot(candidate) for candidate in row["candidates"]),
         index=row["index"],
         outcome=row["outcome"],
         output_tokens=row["output_tokens"],

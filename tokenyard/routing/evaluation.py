@@ -28,8 +28,8 @@ def samples(
     if streams.jackknife:
         return {name: _jackknifed(scenario, run) for name, (run,) in runs.items()}
     if not streams.bootstrap:
-        return {name: Samples(per_stream(scenario, some)) for name, some in runs.items()}
-    assert all(len(some) == 1 for some in runs.values()), "a bootstrap is over one stream"
+        return {name: Samples(per_stream(scenario, results)) for name, results in runs.items()}
+    assert all(len(results) == 1 for results in runs.values()), "a bootstrap is over one stream"
     response_s = runs[baseline][0].outcomes.offered_response_s
     bootstrap = BlockBootstrap.of(response_s, np.random.default_rng(_BOOTSTRAP_SEED))
     slo_s = scenario.slo_response_s

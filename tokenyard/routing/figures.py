@@ -49,7 +49,7 @@ def response_boxes(runs: Mapping[str, Sequence[Run]], slo_s: float, credit: str 
     """Draw response times per policy, all streams together; whiskers from 1 % to 99 %."""
     figure = new_figure(0.9 + 0.34 * len(runs), credit)
     axes = new_axes(figure.subplots(), "response time, s (log scale)", "")
-    pooled = [np.concatenate([run.outcomes.response_s for run in some]) for some in runs.values()]
+    pooled = [np.concatenate([run.outcomes.response_s for run in group]) for group in runs.values()]
     axes.boxplot(
         [response_s[~np.isnan(response_s)] for response_s in pooled],
         orientation="horizontal",
@@ -78,20 +78,20 @@ def draw_loads(rows: Sequence[Row], labels: Mapping[str, str], load: float, goal
     """
     figure = new_figure(3.6, "")
     mean, share = figure.subplots(1, 2)
-    asked = load * float(rows[0]["rate_per_s"]) / float(rows[0]["offered_load"])
+    rate_per_s = load * float(rows[0]["rate_per_s"]) / float(rows[0]["offered_load"])
     for axes, key, factor, label in (
         (mean, "mean_response_s", 1.0, "mean response, s (log scale)"),
         (share, "slo_attainment_fraction", 100.0, "requests in their SLOs, %"),
     ):
         new_axes(axes, "requests a second", label)
-        for (name, told), colour in zip(labels.items(), COLOURS, strict=False):
-            some = sorted((float(row["rate_per_s"]), factor * float(row[key])) for row in rows
+        for (name, policy_label), colour in zip(labels.items(), COLOURS, strict=False):
+            points = sorted((float(row["rate_per_s"]), factor * float(row[key])) for row in rows
                           if row["policy"] == name)  # fmt: skip
             axes.plot(
-                *np.transpose(some), color=colour, linewidth=1.6, marker="o", markersize=2.5,
-                label=told,
+                *np.transpose(points), color=colour, linewidth=1.6, marker="o", markersize=2.5,
+                label=policy_label,
             )  # fmt: skip
-        axes.axvline(asked, color="black", linestyle="--", linewidth=0.8)
+        axes.axvline(rate_per_s, color="black", linestyle="--", linewidth=0.8)
     mean.set_yscale("log")
     mean.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     mean.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
@@ -216,7 +216,7 @@ def draw_evaluation(
     the first that was named, the one in the middle of the order of mean response, and the best.
     """
     slo_s = scenario.slo_response_s
-    some = {name: runs[name][0] for name in _featured(rows)}
+    featured = {name: runs[name][0] for name in _featured(rows)}
     streams = [run.outcomes for run in next(iter(runs.values()))]
     context = np.concatenate([stream.context_tokens for stream in streams])
     total = np.concatenate([stream.total_tokens for stream in streams])
@@ -224,9 +224,9 @@ def draw_evaluation(
     return {
         **rewards,
         "response_boxes": response_boxes(runs, slo_s, credit),
-        "load_trajectories": load_trajectories(scenario, some, credit),
-        "response_per_request": response_per_request(some, slo_s, credit),
-        "violation_heatmap": violation_heatmap(scenario, some, credit),
+        "load_trajectories": load_trajectories(scenario, featured, credit),
+        "response_per_request": response_per_request(featured, slo_s, credit),
+        "violation_heatmap": violation_heatmap(scenario, featured, credit),
         "violations_per_policy": violations_per_policy(scenario, rows, credit),
         "token_histograms": token_histograms(context, total, credit),
         "request_counts": request_counts(streams[0].arrival_s, credit),

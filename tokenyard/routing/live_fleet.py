@@ -70,7 +70,7 @@ def read_replicas(url: str, token: str | None, model: str | None) -> tuple[list[
         models = sorted({replica["model"] for replica in body["replicas"] if "model" in replica})
         if len(models) > 1 and model is None:
             raise ValueError(f"the gateway at {url} serves {', '.join(models)}: give --model NAME")
-        chosen = [each for each in body["replicas"] if model in (None, each.get("model"))]
+        chosen = [replica for replica in body["replicas"] if model in (None, replica.get("model"))]
         rows = _measured(chosen)
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"what answers at {url} is no gateway: it tells no replicas") from None

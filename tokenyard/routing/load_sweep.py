@@ -47,8 +47,8 @@ class LoadSweep:
             goal: Share of requests that are to attain their SLOs.
         """
         self._own, self._goal = own, goal
-        self._choices = {one.choice.name: one.choice for one in played}
-        self._roles = {one.choice.name: one.role for one in reversed(played)}
+        self._choices = {candidate.choice.name: candidate.choice for candidate in played}
+        self._roles = {candidate.choice.name: candidate.role for candidate in reversed(played)}
         self._baseline = played[0].choice.name
         self._violations: dict[str, dict[float, FloatArray]] = {name: {} for name in self._choices}
         self._rows: dict[float, list[Row]] = {}
@@ -73,7 +73,7 @@ class LoadSweep:
 
     def _play(self, load: float) -> None:
         streams, scenario = self._own.judging(load), self._own.scenario
-        runs = {name: one.runs(scenario, streams) for name, one in self._choices.items()}
+        runs = {name: choice.runs(scenario, streams) for name, choice in self._choices.items()}
         for name, (run,) in runs.items():
             self._violations[name][load] = self._violated(run)
         self._rows[load] = [
@@ -97,16 +97,16 @@ class LoadSweep:
 
     def _refine(self, name: str) -> None:
         """Play one policy between the loads where it falls below the goal."""
-        found = self._violations[name]
+        violations = self._violations[name]
         for _ in range(_REFINEMENTS):
-            loads = sorted(found)
-            below = [1.0 - found[load].mean() < self._goal for load in loads]
+            loads = sorted(violations)
+            below = [1.0 - violations[load].mean() < self._goal for load in loads]
             if not any(below) or below[0]:
                 return
             at = below.index(True)
             load = math.sqrt(loads[at - 1] * loads[at])
             (run,) = self._choices[name].runs(self._own.scenario, self._own.judging(load))
-            found[load] = self._violated(run)
+            violations[load] = self._violated(run)
 
     def _crossings(self, name: str) -> FloatArray:
         """Load at which a policy falls below the goal: on all requests, then without each block."""
@@ -125,13 +125,13 @@ class LoadSweep:
         if forgets(self._beside_goal(name) - self._beside_goal(self._baseline)):
             more = jackknife_interval(more.estimate, np.array(without))
         keys = (f"delta_sustainable_{of}" for of in ("fraction", "ci_low", "ci_high"))
-        told: Row = dict(zip(keys, more, strict=True))
-        return {"sustainable_load_per_s": ours[0] / self._own.load_of_one_per_s, **told}
+        gain: Row = dict(zip(keys, more, strict=True))
+        return {"sustainable_load_per_s": ours[0] / self._own.load_of_one_per_s, **gain}
 
     def _beside_goal(self, name: str) -> FloatArray:
         """Which requests violated their SLO at the load nearest to the goal, 0 or 1."""
-        found = self._violations[name]
-        return min(found.values(), key=lambda one: abs(1.0 - one.mean() - self._goal))
+        violations = self._violations[name]
+        return min(violations.values(), key=lambda late: abs(1.0 - late.mean() - self._goal))
 
 
 def crossing(loads: Sequence[float], attained: Iterable[float], goal: float) -> float:

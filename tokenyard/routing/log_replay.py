@@ -69,13 +69,13 @@ def scaled(scenario: Scenario, factors: FloatArray) -> Scenario:
         ValueError: The scenario has no fleet.
     """
     replicas = []
-    for one, factor in zip(scenario.required_fleet.replicas, factors.tolist(), strict=True):
-        base, prefill, sequence, kv = (one.iteration * factor).tolist()
+    for replica, factor in zip(scenario.required_fleet.replicas, factors.tolist(), strict=True):
+        base, prefill, sequence, kv = (replica.iteration * factor).tolist()
         replicas.append(
             MeasuredReplica(
-                name=one.name, max_batch=one.max_batch, token_budget=one.token_budget,
+                name=replica.name, max_batch=replica.max_batch, token_budget=replica.token_budget,
                 iteration_s=base, prefill_token_s=prefill, sequence_s=sequence, kv_token_s=kv,
-                kv_capacity_tokens=one.kv_capacity_tokens,
+                kv_capacity_tokens=replica.kv_capacity_tokens,
             )
         )  # fmt: skip
     # The load must stay what it was, not follow the capacity.
@@ -112,7 +112,7 @@ def repeat_error(scenario: Scenario, windows: Sequence[Window]) -> float:
     logged = 1 + max(int(window.server.max()) for window in windows)
     if logged > scenario.num_servers:
         raise ValueError(f"the log tells of {logged} replicas, the fleet of {scenario.num_servers}")
-    simulated_s = np.concatenate([one.outcomes.response_s for one in _repeat(scenario, windows)])
+    simulated_s = np.concatenate([run.outcomes.response_s for run in _repeat(scenario, windows)])
     return mean_error(simulated_s, np.concatenate([window.response_s for window in windows]))
 
 
@@ -140,7 +140,7 @@ def _slowness(windows: Sequence[Window], simulated: Sequence[Run], num_replicas:
     """
     server = np.concatenate([window.server for window in windows])
     logged = np.concatenate([window.tpot_s for window in windows])
-    again = np.concatenate([BatchingOutcomes.of(one.outcomes).tpot_s for one in simulated])
+    again = np.concatenate([BatchingOutcomes.of(run.outcomes).tpot_s for run in simulated])
     factors = np.ones(num_replicas)
     both = np.isfinite(logged) & np.isfinite(again)
     for replica in range(num_replicas):

@@ -74,7 +74,7 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
     rng = law_rng(seed, draw)
     cluster = draw_wide(rng)
     scenario = cluster.scenario
-    choosing, judging = (Replay(scenario, cluster.streams(streams, each)) for each in rng.spawn(2))
+    choosing, judging = (Replay(scenario, cluster.streams(streams, fork)) for fork in rng.spawn(2))
     own_rng = rng.spawn(1)[0]
 
     @cache
@@ -150,7 +150,7 @@ def verdict(rows: Sequence[Row]) -> Row:
         of its difference.
     """
     worse, far_worse = (sum(int(row[key]) for row in rows) for key in ("worse", "far_worse"))
-    found: Row = {
+    summary: Row = {
         "draw": "all", "policy": rows[0]["policy"], "draws": len(rows), "worse": worse,
         "far_worse": far_worse,
         "better": sum(float(row["delta_mean_ci_high"]) < 0.0 and not row["worse"] for row in rows),
@@ -158,10 +158,10 @@ def verdict(rows: Sequence[Row]) -> Row:
     }  # fmt: skip
     for key, delta in DELTAS.items():
         differences = [float(row[delta]) for row in rows]
-        found[f"worse_{key}"] = sum(float(row[f"delta_{key}_ci_low"]) > WORSE for row in rows)
-        found[f"median_{key}"] = float(np.median(differences))
-        found[f"mean_{key}"] = float(np.mean(differences))
-    return found
+        summary[f"worse_{key}"] = sum(float(row[f"delta_{key}_ci_low"]) > WORSE for row in rows)
+        summary[f"median_{key}"] = float(np.median(differences))
+        summary[f"mean_{key}"] = float(np.mean(differences))
+    return summary
 
 
 def _of_file(artifact: PolicyArtifact, scenario: Scenario) -> Decide | None:

@@ -231,10 +231,10 @@ def logged_traffic(
     num_learned = int(LEARNED_SHARE * len(decisions))
     label = served_policy(decisions[num_learned:])
     now = now or _served(label, fleet, registry)
-    told = f"{label}, which served the log, is not compared: give its file with --now"
+    note = f"{label}, which served the log, is not compared: give its file with --now"
     traffic = Traffic(
         trace_of(decisions), fleet, now, {"log_sha256": digest, "served": label},
-        () if now else (told,), log=windows_of(decisions, 1)[0],
+        () if now else (note,), log=windows_of(decisions, 1)[0],
     )  # fmt: skip
     if not isinstance(fleet, Scenario):
         return traffic
@@ -461,11 +461,11 @@ class OwnTraffic:
             self._source, _CHOICE_STREAMS, tuple(dict.fromkeys((rule.name, DEFAULT_RULE))),
             self._recorded(1),
         )  # fmt: skip
-        found = [judge(one.artifact) for one in searched if one.artifact is not None]
-        refused = sum(bool(one[LOSSES]) for one in found)
+        rows = [judge(choice.artifact) for choice in searched if choice.artifact is not None]
+        refused = sum(bool(row[LOSSES]) for row in rows)
         self.remarks.append(f"{len(searched)} searched, {refused} of them lose to a rule somewhere")
-        chosen = choose(found, must_win=False)
-        if chosen is None or float(found[chosen][CHANGE]) >= 0.0:
+        chosen = choose(rows, must_win=False)
+        if chosen is None or float(rows[chosen][CHANGE]) >= 0.0:
             return None
         return searched[chosen]
 
@@ -479,20 +479,20 @@ class OwnTraffic:
 
     def _judge(self, rule: Choice, searched: Choice | None) -> tuple[list[Row], Choice]:
         now = self._now or rule
-        asked = (Choice(DEFAULT_RULE), now, rule, *([] if searched is None else [searched]))
-        choices = {one.name: one for one in asked}
+        compared = (Choice(DEFAULT_RULE), now, rule, *([] if searched is None else [searched]))
+        choices = {choice.name: choice for choice in compared}
         rows: list[Row] = []
         ours: list[Row] = []
         for part, factor in (("as recorded", 1.0), ("half of the load", 0.5)):
             streams = self.judging(factor * self.load)
-            runs = {name: one.runs(self.scenario, streams) for name, one in choices.items()}
+            runs = {name: choice.runs(self.scenario, streams) for name, choice in choices.items()}
             beside = {
                 name: measured(self.scenario, streams, runs, name) for name in {rule.name, now.name}
             }
-            told: Row = {"part": part, "offered_load": streams.offered_load}
-            rows += [{**told, **row} for row in beside[rule.name]]
+            context: Row = {"part": part, "offered_load": streams.offered_load}
+            rows += [{**context, **row} for row in beside[rule.name]]
             if searched is not None:
-                ours += [found[-1] for found in beside.values()]
+                ours += [differences[-1] for differences in beside.values()]
         return rows, self._chosen(rows[: len(choices)], ours, choices, rule)
 
     def _chosen(

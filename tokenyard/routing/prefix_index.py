@@ -72,7 +72,7 @@ def _as_array(token_ids: Sequence[int]) -> IntArray:
         # Half of what numpy takes to read a list.
         packed = struct.pack(f"{num}q", *token_ids)
     except struct.error:  # A caller wrote what is no token of any model.
-        packed = struct.pack(f"{num}q", *(one % _MOST_TOKEN for one in token_ids))
+        packed = struct.pack(f"{num}q", *(token_id % _MOST_TOKEN for token_id in token_ids))
     return np.frombuffer(packed, np.int64)
 
 
@@ -148,8 +148,8 @@ def _move_slots(slots: Slots, keys: IntArray, larger: Slots) -> None:
 
 
 @compiled
-def _unlink(links: Slots, end: IntArray, one: int) -> None:
-    older, newer = links[one, _OLDER], links[one, _NEWER]
+def _unlink(links: Slots, end: IntArray, entry: int) -> None:
+    older, newer = links[entry, _OLDER], links[entry, _NEWER]
     if older == _NOBODY:
         end[_OLDEST] = newer
     else:
@@ -161,30 +161,30 @@ def _unlink(links: Slots, end: IntArray, one: int) -> None:
 
 
 @compiled
-def _append(links: Slots, end: IntArray, one: int) -> None:
+def _append(links: Slots, end: IntArray, entry: int) -> None:
     newest = end[_NEWEST]
-    links[one, _OLDER], links[one, _NEWER] = newest, _NOBODY
+    links[entry, _OLDER], links[entry, _NEWER] = newest, _NOBODY
     if newest == _NOBODY:
-        end[_OLDEST] = one
+        end[_OLDEST] = entry
     else:
-        links[newest, _NEWER] = one
-    end[_NEWEST] = one
+        links[newest, _NEWER] = entry
+    end[_NEWEST] = entry
 
 
 @compiled
 def _drop(
-    row: int, one: int,
+    row: int, entry: int,
     block_counts: IntArray, names: IntArray, block_slots: Slots, holders: Bits,
     held_counts: IntArray, held: IntArray, held_slots: Slots, links: Slots, ends: IntArray,
 ) -> None:  # fmt: skip
     """Drop one holding of a row."""
     word, bit = row // _WORD_BITS, _ONE << np.uint64(row % _WORD_BITS)
-    key = held[one]
+    key = held[entry]
     block = key >> 32
-    _unlink(links, ends[row], one)
+    _unlink(links, ends[row], entry)
     ends[row, _NUM_HELD] -= 1
     _clear(held_slots, held, _find(held_slots, held, key))
-    _give_back(held_counts, held, one)
+    _give_back(held_counts, held, entry)
     holders[block, word] &= ~bit
     if not holders[block].any():
         _clear(block_slots, names, _find(block_slots, names, names[block]))
@@ -226,16 +226,16 @@ def _hold(
             _append(links, end, held_slots[at] - 1)
         if reason == _RECENT:
             continue
-        one = held_slots[at] - 1
+        entry = held_slots[at] - 1
         if reason == STORED:
-            links[one, _REASONS] |= STORED
+            links[entry, _REASONS] |= STORED
         elif reason == REMOVED:
-            links[one, _REASONS] &= ~STORED
-        elif reason == SENT or links[one, _REASONS] & ~STORED:
-            links[one, _REASONS] += reason
-        if reason < 0 and links[one, _REASONS] == 0:
+            links[entry, _REASONS] &= ~STORED
+        elif reason == SENT or links[entry, _REASONS] & ~STORED:
+            links[entry, _REASONS] += reason
+        if reason < 0 and links[entry, _REASONS] == 0:
             _drop(
-                row, one, block_counts, names, block_slots, holders,
+                row, entry, block_counts, names, block_slots, holders,
                 held_counts, held, held_slots, links, ends,
             )  # fmt: skip
     while reason == _RECENT and end[_NUM_HELD] > most:

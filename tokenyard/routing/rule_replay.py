@@ -151,13 +151,13 @@ class Replay:
     def _leading(self, by: str, most: int) -> list[str]:
         """Names of the best rules on the first streams, the best first."""
         few = min(_FIRST_STREAMS, len(self._streams))
-        found: dict[str, float] = {}
+        scores: dict[str, float] = {}
 
         def best(names: Iterable[str], most: int) -> list[str]:
             for name in names:
-                if name not in found:
-                    found[name] = self._score(name, few, by)
-            return sorted(found, key=found.__getitem__, reverse=True)[:most]
+                if name not in scores:
+                    scores[name] = self._score(name, few, by)
+            return sorted(scores, key=scores.__getitem__, reverse=True)[:most]
 
         defaults = {None, *(Term.of(name, order.default) for name, order in ORDERS.items())}
         parsed = {name: RuleName.parse(name) for name in self._variants}
@@ -181,8 +181,8 @@ class Replay:
         return self._means[name, count]
 
     def _score(self, name: str, count: int, by: str) -> float:
-        found = float(self._mean(name, count)[NAMES.index(by)])
-        return found if by == "score" else -found
+        value = float(self._mean(name, count)[NAMES.index(by)])
+        return value if by == "score" else -value
 
     def _simulator(self, count: int) -> Simulator:
         if count not in self._sims:

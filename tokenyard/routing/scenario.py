@@ -241,7 +241,7 @@ class Scenario(FrozenModel):
     def server_names(self) -> tuple[str, ...]:
         """Name of every server."""
         replicas = self.fleet.replicas if self.fleet else self.servers
-        return tuple(one.name for one in replicas)
+        return tuple(server.name for server in replicas)
 
     @property
     def slo(self) -> Slo:
@@ -262,10 +262,12 @@ class Scenario(FrozenModel):
     def calibration(self) -> str:
         """Servers as text that changes with what is known of them."""
         if self.fleet is None:
-            return "\n".join(one.model_dump_json() for one in self.servers)
+            return "\n".join(server.model_dump_json() for server in self.servers)
         # What the performance model makes of names changes with its calibration.
         replicas = self.fleet.replicas
-        return "\n".join(f"{one.model_dump_json()}\n{one.iteration.tolist()!r}" for one in replicas)
+        return "\n".join(
+            f"{replica.model_dump_json()}\n{replica.iteration.tolist()!r}" for replica in replicas
+        )
 
     @cached_property
     def mean_lengths_tokens(self) -> tuple[float, float]:
@@ -371,15 +373,17 @@ def load_scenario(name: str) -> Scenario:
 def _on_fleet(workload: str, fleet: str) -> Scenario:
     """Put a workload on a fleet; each is a part of a scenario."""
     name = f"{workload}{ON}{fleet}"
-    asked = read_fields(workload, "workload", "tokenyard", _WORKLOADS)
-    given = read_fields(fleet, "fleet", "tokenyard", _FLEETS)
-    described = [str(part.get("description", "")).rstrip(".") for part in (asked, given)]
-    replicas, classes = given.get("fleet"), asked.pop("classes", None)
+    workload_fields = read_fields(workload, "workload", "tokenyard", _WORKLOADS)
+    fleet_fields = read_fields(fleet, "fleet", "tokenyard", _FLEETS)
+    described = [
+        str(part.get("description", "")).rstrip(".") for part in (workload_fields, fleet_fields)
+    ]
+    replicas, classes = fleet_fields.get("fleet"), workload_fields.pop("classes", None)
     if isinstance(replicas, dict) and classes is not None:
         replicas = {**replicas, "classes": classes}
     fields = {
         "name": name,
-        **asked,
+        **workload_fields,
         "description": ", on ".join(described) + ".",
         "fleet": replicas,
     }

@@ -48,8 +48,8 @@ def blocks(num_values: int) -> list[slice]:
 
 def left_out(values: FloatArray, measured: Measured) -> FloatArray:
     """What is measured without each block, shape (MIN_BLOCKS,)."""
-    found = [measured(np.delete(values, block)) for block in blocks(len(values))]
-    return np.array(found)
+    estimates = [measured(np.delete(values, block)) for block in blocks(len(values))]
+    return np.array(estimates)
 
 
 def forgets(series: FloatArray) -> bool:
@@ -115,9 +115,9 @@ class JackknifeSamples(intervals.Samples):
         """A measure with its interval."""
         assert self.estimates is not None
         estimate = self.estimates[key]
-        told = self._tells(key, self.series[key])
+        valid = self._tells(key, self.series[key])
         without = self.values[key]
-        return jackknife_interval(estimate, without if told else np.full_like(without, math.nan))
+        return jackknife_interval(estimate, without if valid else np.full_like(without, math.nan))
 
     def difference(self, other: intervals.Samples, key: str, relative: bool) -> intervals.Interval:
         """This policy's measure minus another's, as a share of the other's where relative.
@@ -143,12 +143,12 @@ class JackknifeSamples(intervals.Samples):
     def p_value(self, other: intervals.Samples, key: str) -> float:
         """Two-sided p-value that a measure is another policy's; NaN where there is no interval."""
         assert other.estimates is not None
-        found = self.difference(other, key, relative=other.estimates[key] != 0.0)
-        if found.half_width == 0.0:
-            return 0.0 if found.estimate else 1.0
+        difference = self.difference(other, key, relative=other.estimates[key] != 0.0)
+        if difference.half_width == 0.0:
+            return 0.0 if difference.estimate else 1.0
         errors = (
-            abs(found.estimate)
-            / found.half_width
+            abs(difference.estimate)
+            / difference.half_width
             * NormalDist().inv_cdf(0.5 + intervals.CONFIDENCE / 2)
         )
         return math.erfc(errors / math.sqrt(2.0))

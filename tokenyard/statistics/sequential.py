@@ -133,8 +133,8 @@ class _ViolationRate:
     def learn(self, features: Sequence[float], good: bool) -> None:
         """Learn what became of one of the champion's."""
         error = (not good) - self.predict(features)
-        for i, one in enumerate(features):
-            slope = error * one
+        for i, feature in enumerate(features):
+            slope = error * feature
             self._squares[i] += slope * slope
             self._weights[i] += _STEP * slope / math.sqrt(self._squares[i])
         fade = 1.0 - 1.0 / _MEMORY
@@ -196,7 +196,7 @@ class SequentialTest:
     def log_capital(self) -> float:
         """Natural logarithm of the capital; it begins at 0."""
         top = max(self._log_capital)
-        return top + math.log(sum(math.exp(one - top) for one in self._log_capital))
+        return top + math.log(sum(math.exp(log_stake - top) for log_stake in self._log_capital))
 
     @property
     def stops_at(self) -> float:

@@ -57,11 +57,11 @@ class AnswerFeatures(NamedTuple):
         """Keys of the groups that it is in, from the outer to the inner one, on both paths."""
         octaves = math.log2(max(self.prompt_tokens, 1.0))
         limit = int(2.0 * math.log2(self.max_tokens)) if self.max_tokens >= 1.0 else -1
-        asked = (self.model, self.route, limit)
-        by_tenant = (asked, self.tenant)
+        by_limit = (self.model, self.route, limit)
+        by_tenant = (by_limit, self.tenant)
         return (
             (int(octaves), ("fine", int(8.0 * octaves))),
-            (asked, by_tenant, (by_tenant, int(octaves))),
+            (by_limit, by_tenant, (by_tenant, int(octaves))),
         )
 
 

@@ -101,7 +101,7 @@ def _spans(export: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, A
     for resource in export["resourceSpans"]:
         for scope in resource.get("scopeSpans", ()):
             for span in scope.get("spans", ()):
-                attributes = {one["key"]: one["value"] for one in span.get("attributes", ())}
+                attributes = {pair["key"]: pair["value"] for pair in span.get("attributes", ())}
                 yield (
                     span,
                     {name: next(iter(value.values()), None) for name, value in attributes.items()},

@@ -150,7 +150,9 @@ def read_trace(
     try:
         files = [path]
         if path.is_dir():
-            files = [one for one in sorted(path.iterdir()) if one.is_file() and one.stat().st_size]
+            files = [
+                file for file in sorted(path.iterdir()) if file.is_file() and file.stat().st_size
+            ]
         if not files:
             raise TraceError(f"{path}: the folder has no file with anything in it")
         layout, header = _sniff(files[0])
@@ -205,9 +207,9 @@ def _sniff(path: Path) -> tuple[_Layout, list[str] | None]:
     for layout in _LAYOUTS:
         if {*layout[1:4], layout.mark or layout.time} <= set(names):
             return layout, None if is_json else names
-    for mark, told in _NO_TRACES:
+    for mark, reason in _NO_TRACES:
         if mark.search(head):
-            raise TraceError(f"{path}: {told}")
+            raise TraceError(f"{path}: {reason}")
     shown = _quote(", ".join(names))
     if is_json:
         wanted = ", ".join(_LENGTHS)

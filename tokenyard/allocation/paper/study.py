@@ -74,10 +74,10 @@ def run_study(study: PaperStudy) -> list[Row]:
             optimal = paper.exact_values(table)
             for name, scored in policies(table, study.passes, seed).items():
                 values.setdefault(name, []).append(measure(table, scored, optimal))
-        for name, each in values.items():
+        for name, per_seed in values.items():
             row: Row = {"reading": reading, "policy": name, "seeds": study.seeds}
             for key in MEASURES:
-                row[key] = float(np.mean([measured[key] for measured in each]))
-                row[f"{key}_std"] = float(np.std([measured[key] for measured in each]))
+                row[key] = float(np.mean([measured[key] for measured in per_seed]))
+                row[f"{key}_std"] = float(np.std([measured[key] for measured in per_seed]))
             rows.append(row)
     return rows

@@ -125,13 +125,13 @@ class StreamRunner:
         """Run a given plan in every slot."""
         return self._run(run_plans, plans)
 
-    def _run(self, live: Callable[..., None], *told: Any) -> AllocationOutcomes:
+    def _run(self, live: Callable[..., None], *inputs: Any) -> AllocationOutcomes:
         """Live through all slots from the start, by one of the loops below."""
         sim = self.sim
         sim.counts[0, REFUSED] = 0
         sim.restart(0, self._start)
         live(
-            sim.model, sim.stream(0), sim.rules, sim.counts[0], sim.numbers[0], *told, self._outs,
+            sim.model, sim.stream(0), sim.rules, sim.counts[0], sim.numbers[0], *inputs, self._outs,
             self._plans,
         )  # fmt: skip
         return AllocationOutcomes(self._plans.copy(), self._outs.copy(), sim.num_refused)

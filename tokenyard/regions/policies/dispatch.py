@@ -83,15 +83,15 @@ def by_live_shares(t, origin, model, shares, now):
     best, highest, quality = -1, -math.inf, 0
     for j in range(len(credit)):
         if shares[origin, j] > 0.0 and credit[j] >= most - 1.0:
-            found = idle_for(t, origin, j, model, now)
-            if found > quality or (found == quality and credit[j] > highest + 1e-12):
-                best, highest, quality = j, credit[j], found
+            fit = idle_for(t, origin, j, model, now)
+            if fit > quality or (fit == quality and credit[j] > highest + 1e-12):
+                best, highest, quality = j, credit[j], fit
     if quality < 2:
         for j in t.near[origin]:
-            found = idle_for(t, origin, j, model, now)
-            if found > quality:
-                best, quality = j, found
-                if found == 2:
+            fit = idle_for(t, origin, j, model, now)
+            if fit > quality:
+                best, quality = j, fit
+                if fit == 2:
                     break
     if best < 0:
         best = origin

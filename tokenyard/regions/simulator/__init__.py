@@ -119,17 +119,17 @@ class RegionSim:
     def _break(self, slot: int) -> None:
         """Let failures end and begin; those that overlap with what ends go on."""
         now = slot * self.scenario.slot_s
-        of_links = [each for each in self.stream.failures if each.kind == "links_slow"]
-        of_servers = [each for each in self.stream.failures if each.kind != "links_slow"]
-        for ended in (each for each in of_servers if each.end_slot == slot):
+        of_links = [failure for failure in self.stream.failures if failure.kind == "links_slow"]
+        of_servers = [failure for failure in self.stream.failures if failure.kind != "links_slow"]
+        for ended in (failure for failure in of_servers if failure.end_slot == slot):
             recover(self.arrays, self._region_of(ended))
             for other in of_servers:
                 lasts = other.start_slot < slot < other.end_slot
                 if lasts and self._region_of(other) == self._region_of(ended):
                     self._take_down(other, now)
-        for begun in (each for each in of_servers if each.start_slot == slot):
+        for begun in (failure for failure in of_servers if failure.start_slot == slot):
             self._take_down(begun, now)
-        if any(slot in (each.start_slot, each.end_slot) for each in of_links):
+        if any(slot in (failure.start_slot, failure.end_slot) for failure in of_links):
             self._slow_down([e for e in of_links if e.start_slot <= slot < e.end_slot])
 
     def _take_down(self, failure: RegionFailure, now: float) -> None:

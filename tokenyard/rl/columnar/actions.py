@@ -183,7 +183,7 @@ class Hybrid:
     def draw(self, inputs: Tensor, noise: Tensor) -> Tensor:
         """Draw every part, shape (..., C)."""
         own = inputs.split(self.input_sizes, -1), noise.split(self.noise_sizes, -1)
-        drawn = [part.draw(*each) for part, *each in zip(self.parts, *own, strict=True)]
+        drawn = [part.draw(*arguments) for part, *arguments in zip(self.parts, *own, strict=True)]
         rows = inputs.shape[:-1]
         return torch.cat([part.float().reshape(*rows, -1) for part in drawn], -1)
 
@@ -196,8 +196,8 @@ class Hybrid:
 
     def clipped(self, actions: npt.NDArray[Any]) -> BoolArray:
         """Whether any part had to be moved."""
-        each = zip(self.parts, self.columns, strict=True)
-        moved = [part.clipped(actions[..., columns]) for part, columns in each]
+        pairs = zip(self.parts, self.columns, strict=True)
+        moved = [part.clipped(actions[..., columns]) for part, columns in pairs]
         return np.asarray(np.any(moved, axis=0))
 
 

@@ -63,7 +63,7 @@ class RouterEnvRunner(SingleAgentEnvRunner):
     def sample(self, **kwargs: Any) -> list[Any]:
         """Sample, and log the mean reward: an episode of traffic outlasts many iterations."""
         sampled: list[Any] = super().sample(**kwargs)
-        self._log_mean(REWARD_PER_REQUEST, np.concatenate([_rewards(one) for one in sampled]))
+        self._log_mean(REWARD_PER_REQUEST, np.concatenate([_rewards(batch) for batch in sampled]))
         return sampled
 
     def _log_mean(self, key: str, values: np.ndarray) -> None:
@@ -234,8 +234,8 @@ def _rewards(sampled: Any) -> np.ndarray:
 def _refuse_episode_callbacks(config: Any) -> None:
     for name in ("on_episode_created", "on_episode_start", "on_episode_step", "on_episode_end"):
         by_class = any(
-            getattr(one, name, None) is not getattr(RLlibCallback, name, None)
-            for one in force_list(config.callbacks_class)
+            getattr(callback_class, name, None) is not getattr(RLlibCallback, name, None)
+            for callback_class in force_list(config.callbacks_class)
         )
         if by_class or getattr(config, f"callbacks_{name}", None):
             raise ValueError(

@@ -180,8 +180,8 @@ class ColumnarLearner(TorchLearner):
             self.metrics.log_dict(metrics, key=DEFAULT_MODULE_ID, window=1)
 
     def _stock_step(self) -> None:
-        found = {reference: parameter.grad for reference, parameter in self._params.items()}
-        self.apply_gradients(self.postprocess_gradients(found))
+        gradients = {reference: parameter.grad for reference, parameter in self._params.items()}
+        self.apply_gradients(self.postprocess_gradients(gradients))
 
     def _log_trained(self, sampled: Any, num_rows: int, num_steps: int, size: int) -> None:
         """Log what RLlib logs after every minibatch, once."""

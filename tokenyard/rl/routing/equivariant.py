@@ -172,8 +172,8 @@ class EquivariantQNetwork(_EquivariantParts, DefaultDQNTorchRLModule):
         costs = rule_costs(observed.rule, self.policy.rule_weights, torch)
         added = (q + self.residual_scale * costs).masked_fill(~observed.routable, 0.0)
         mean = added.sum(-1, keepdim=True) / observed.routable.sum(-1, keepdim=True)
-        found: Tensor = (added - mean).masked_fill(~observed.routable, 0.0)
-        return found
+        corrections: Tensor = (added - mean).masked_fill(~observed.routable, 0.0)
+        return corrections
 
     def _forward_exploration(self, batch: dict[str, Any], t: int) -> dict[str, Any]:
         """Epsilon-greedy; where there is a rule, among replicas nearly as good as the best."""

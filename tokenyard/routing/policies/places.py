@@ -93,16 +93,16 @@ def order_keys_s(order: FloatArray, request: Request, columns: FloatArray) -> Fl
 def _names(snapshots: Sequence[ReplicaSnapshot]) -> tuple[str, ...]:
     if isinstance(snapshots, SnapshotColumns):
         return tuple(snapshots.replica_ids)
-    return tuple(one.replica_id for one in snapshots)
+    return tuple(snapshot.replica_id for snapshot in snapshots)
 
 
 def _shown(snapshots: Sequence[ReplicaSnapshot]) -> tuple[IntArray, Queues]:
     """Row of each snapshot, and the queues that they show."""
-    queues = [one.queue for one in snapshots if one.queue is not None]
+    queues = [snapshot.queue for snapshot in snapshots if snapshot.queue is not None]
     starts = np.zeros(len(snapshots) + 1, dtype=np.int64)
-    np.cumsum([len(one.tokens) for one in queues], out=starts[1:])
-    keys_s = np.concatenate([one.order_keys_s for one in queues])
-    tokens = np.concatenate([one.tokens for one in queues])
+    np.cumsum([len(queue.tokens) for queue in queues], out=starts[1:])
+    keys_s = np.concatenate([queue.order_keys_s for queue in queues])
+    tokens = np.concatenate([queue.tokens for queue in queues])
     return np.arange(len(snapshots)), (starts, keys_s, tokens)
 
 

@@ -14,7 +14,7 @@ LAST = (math.nan, math.inf, math.inf)
 
 @compiled
 def bounded_key(
-    asked: tuple[float, float, float], arrival_s: float, now: float, max_overtaking_s: float
+    raw_key: tuple[float, float, float], arrival_s: float, now: float, max_overtaking_s: float
 ) -> tuple[float, float, float]:
     """By what a request waits: what was asked for, within bounds; the time now where it is NaN.
 
@@ -23,16 +23,16 @@ def bounded_key(
     starves, whatever a policy orders by.
 
     Args:
-        asked: What the policy orders by, as `tokenyard.routing.types.OrderKey`.
+        raw_key: What the policy orders by, as `tokenyard.routing.types.OrderKey`.
         arrival_s: Arrival of the request.
         now: When it is submitted to the server.
         max_overtaking_s: `Scenario.max_overtaking_s`.
     """
-    if math.isnan(asked[KEY_S]):
+    if math.isnan(raw_key[KEY_S]):
         return now, math.inf, math.inf
     latest_s = now + max_overtaking_s
-    key_s = min(max(asked[KEY_S], arrival_s), latest_s)
-    late_key_s = min(asked[LATE_KEY_S], latest_s)
-    if asked[LATE_AT_S] == math.inf or late_key_s <= key_s:
+    key_s = min(max(raw_key[KEY_S], arrival_s), latest_s)
+    late_key_s = min(raw_key[LATE_KEY_S], latest_s)
+    if raw_key[LATE_AT_S] == math.inf or late_key_s <= key_s:
         return key_s, math.inf, math.inf
-    return key_s, asked[LATE_AT_S], late_key_s
+    return key_s, raw_key[LATE_AT_S], late_key_s

@@ -88,12 +88,14 @@ class SessionScenario(FrozenModel):
         configs = self.fleet.replicas
         same = np.ones(len(configs))
         page = self.fleet.page_tokens
-        kv_tokens = [page * (self.kv_share * one.kv_capacity_tokens // page) for one in configs]
+        kv_tokens = [
+            page * (self.kv_share * config.kv_capacity_tokens // page) for config in configs
+        ]
         return SessionReplicas(
-            np.array([one.iteration for one in configs]),
+            np.array([config.iteration for config in configs]),
             np.array(kv_tokens),
-            np.array([float(one.max_batch) for one in configs]),
-            np.array([float(one.token_budget) for one in configs]),
+            np.array([float(config.max_batch) for config in configs]),
+            np.array([float(config.token_budget) for config in configs]),
             self.host_kv_tokens * same,
             self.host_token_s * same,
         )

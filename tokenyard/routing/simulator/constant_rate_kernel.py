@@ -268,7 +268,7 @@ def _played_out_s(cluster, server):
 
 
 @compiled_inline
-def _place(cluster, copy, index, number, asked):
+def _place(cluster, copy, index, number, raw_key):
     """Give request `index` to the server of that number, which has been advanced to now.
 
     Where it has to wait, it waits by what is asked for (`bounded_key`).
@@ -295,7 +295,7 @@ def _place(cluster, copy, index, number, asked):
         _start(server, running, index, now)
         row[RUNNING] += 1.0
     else:
-        key = bounded_key(asked, requests[index, ARRIVAL_S], now, rules[MAX_OVERTAKING_S])
+        key = bounded_key(raw_key, requests[index, ARRIVAL_S], now, rules[MAX_OVERTAKING_S])
         _enqueue(server, index, key)
         row[PREDICTED_WAITING] += requests[index, PREDICTED_TOTAL]
     if rules[SHARING]:
@@ -375,7 +375,7 @@ def _balance(state, params):
 
 
 @compiled_inline
-def _decide(cluster, copy, index, number, asked):
+def _decide(cluster, copy, index, number, raw_key):
     """Place one request and return the reward terms that are due at the decision.
 
     Where keys order queues, what the server holds is played to its end with it and without it.
@@ -391,7 +391,7 @@ def _decide(cluster, copy, index, number, asked):
     reward += rules[PROCESSING] * server.requests[index, TRUE_TOTAL] / params[SLOT_TOKENS_PER_S]
     if row[RUNNING] + row[WAITING] >= params[CONCURRENCY]:
         reward += rules[OVERLOAD]
-    accepted, response = _place(cluster, copy, index, number, asked)
+    accepted, response = _place(cluster, copy, index, number, raw_key)
     reward += rules[pay.ACCEPT] if accepted else rules[pay.DROP]
     if rules[BALANCE] != 0.0:
         reward += rules[BALANCE] * _balance(cluster.state[copy], cluster.params)
@@ -451,13 +451,13 @@ def step(cluster, actions, rewards):
             clock[SKIP] = 0.0
         else:
             index = int(clock[INDEX])
-            request, asked = cluster.requests[copy, index], cluster.asked[copy]
-            ask = asked[KEY_S], asked[LATE_AT_S], asked[LATE_KEY_S]
-            if math.isnan(ask[KEY_S]):
-                ask = _asked_key(cluster.order, rules, request, cluster.tables[copy, actions[copy]])
-            if not math.isnan(ask[KEY_S]):
+            request, key_row = cluster.requests[copy, index], cluster.asked[copy]
+            key = key_row[KEY_S], key_row[LATE_AT_S], key_row[LATE_KEY_S]
+            if math.isnan(key[KEY_S]):
+                key = _asked_key(cluster.order, rules, request, cluster.tables[copy, actions[copy]])
+            if not math.isnan(key[KEY_S]):
                 clock[IS_ORDERED] = 1.0
-            rewards[copy] = _decide(cluster, copy, index, actions[copy], ask)
+            rewards[copy] = _decide(cluster, copy, index, actions[copy], key)
             index += 1
             clock[INDEX] = index
             if index < num_requests:

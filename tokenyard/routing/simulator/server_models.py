@@ -211,8 +211,8 @@ class _Servers:
 
     def linear(self, weights: Sequence[float]) -> Place:
         """What runs a placement of the linear policy."""
-        each, size = np.array(weights), sum(self.scenario.mean_lengths_tokens)
-        return lambda sim, order: sim.run_linear(each, size, order)
+        coefficients, size = np.array(weights), sum(self.scenario.mean_lengths_tokens)
+        return lambda sim, order: sim.run_linear(coefficients, size, order)
 
     def in_order(self) -> Mapping[str, Place]:
         """The placement that knows the order, with weights of the wait and of others' delays."""

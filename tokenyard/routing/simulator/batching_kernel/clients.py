@@ -59,14 +59,14 @@ def _ask(requests, turns, pending, index, at_s):
 @compiled
 def soonest_client(requests, pending):
     """Place in `pending` of the request that arrives first, and when; -1 and infinity: nobody."""
-    found = -1
+    best_place = -1
     soonest = math.inf
     for place in range(pending[lay.PENDING_COUNT]):
         arrival = requests[pending[lay.PENDING_AT + place], lay.ARRIVAL_S]
         if arrival < soonest:
             soonest = arrival
-            found = place
-    return found, soonest
+            best_place = place
+    return best_place, soonest
 
 
 @compiled

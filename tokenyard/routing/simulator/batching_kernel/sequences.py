@@ -229,7 +229,7 @@ def _next_impatient(replica, now):
     """
     row = replica.row
     rules = replica.rules
-    found = -1
+    impatient = -1
     earliest = math.inf
     kind = 0
     place = 0
@@ -260,10 +260,10 @@ def _next_impatient(replica, now):
             submitted = replica.outcomes[index, lay.SUBMITTED]
             if abandon <= now and submitted < earliest:
                 earliest = submitted
-                found = index
+                impatient = index
                 kind = k
                 place = which
-    return found, kind, place
+    return impatient, kind, place
 
 
 @compiled

@@ -31,7 +31,7 @@ from tokenyard.routing.simulator.batching_kernel.view import fill_table
 
 
 @compiled
-def place(fleet, copy, server, asked):
+def place(fleet, copy, server, raw_key):
     """Send the current request to a replica; return the reward that is due at once.
 
     Where it has to wait, it waits by what is asked for (`bounded_key`).
@@ -59,7 +59,7 @@ def place(fleet, copy, server, asked):
     # Before it is submitted: the router acknowledges who has hung up at once.
     track_request(replica, index, fleet.tables[copy, server, ob.MATCH_TOKENS])
     request = fleet.requests[copy, index]
-    key = bounded_key(asked, request[lay.ARRIVAL_S], now, rules[lay.MAX_OVERTAKING_S])
+    key = bounded_key(raw_key, request[lay.ARRIVAL_S], now, rules[lay.MAX_OVERTAKING_S])
     if not submit(replica, index, now, key):
         router_acknowledge(replica, index, 0.0)
         return 0.0 if requeue(fleet, copy, index, now) else rules[pay.DROP]
@@ -174,12 +174,12 @@ def step(fleet, actions, rewards):
         if clock[lay.SKIP]:
             clock[lay.SKIP] = 0.0
         elif clock[lay.CURRENT] >= 0.0:
-            ask = fleet.asked[copy]
-            asked = ask[KEY_S], ask[LATE_AT_S], ask[LATE_KEY_S]
-            if math.isnan(ask[KEY_S]):
+            key_row = fleet.asked[copy]
+            key = key_row[KEY_S], key_row[LATE_AT_S], key_row[LATE_KEY_S]
+            if math.isnan(key_row[KEY_S]):
                 request = fleet.requests[copy, int(clock[lay.CURRENT])]
-                asked = asked_key(fleet.order, request, fleet.tables[copy, actions[copy]])
-            rewards[copy] = place(fleet, copy, actions[copy], asked)
+                key = asked_key(fleet.order, request, fleet.tables[copy, actions[copy]])
+            rewards[copy] = place(fleet, copy, actions[copy], key)
             find_decision(fleet, copy)
             rewards[copy] += _collect(fleet, copy)
         fleet.asked[copy] = LAST
