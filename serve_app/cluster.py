@@ -499,7 +499,7 @@ class Cluster(FrozenModel):
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:
         check_distinct("pool", [pool.name for pool in (*self.pools, *self.templates)])
-        check_distinct("class", [each.name for each in self.classes])
+        check_distinct("class", [slo_class.name for slo_class in self.classes])
         # By its URL an endpoint is known, and what is in flight there counted.
         endpoints = [endpoint for pool in self.external_pools for endpoint in pool.endpoints]
         check_distinct("endpoint", [endpoint.address for endpoint in endpoints])
@@ -507,7 +507,7 @@ class Cluster(FrozenModel):
 
     @model_validator(mode="after")
     def _waits_where_there_is_a_queue(self) -> Self:
-        waits = [each.name for each in self.classes if each.max_wait_s is not None]
+        waits = [slo_class.name for slo_class in self.classes if slo_class.max_wait_s is not None]
         if waits and self.queue is None:
             raise ValueError(f"class {waits[0]!r} has max_wait_s, but nothing waits: give a queue")
         return self
@@ -542,7 +542,7 @@ class Cluster(FrozenModel):
         """Return the class of that name, the first for None; None: there is none."""
         if not name:
             return self.classes[0]
-        named = next((each for each in self.classes if each.name == name), None)
+        named = next((slo_class for slo_class in self.classes if slo_class.name == name), None)
         return self.classes[0] if named is None and name in _TIERS else named
 
     def tenant_named(self, name: str | None) -> str:

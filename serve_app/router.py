@@ -319,7 +319,7 @@ class _Replicas(Backend):
         self._seen, self._look_at_s = replicas, now_s + _LOOK_EVERY_S
         by_id = {replica.replica_id.unique_id: replica for replica in replicas}
         gone = table.replicas.keys() - by_id.keys()
-        for name in [one for one in gone if table.replicas[one].speed is not None]:
+        for name in [gone_id for gone_id in gone if table.replicas[gone_id].speed is not None]:
             self._estimator.drop(name)
         table.keep(self.name, by_id)
         self._clocks.keep(by_id)

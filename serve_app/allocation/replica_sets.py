@@ -67,7 +67,7 @@ class ServeReplicaSets:
 
     def num_waiting(self) -> int:
         """Requests that wait now, at the gateway or at replicas."""
-        waiting = [each.status.num_waiting for each in self._gateway.table.replicas.values()]
+        waiting = [replica.status.num_waiting for replica in self._gateway.table.replicas.values()]
         return sum(waiting) + len(self._gateway.holding or ())
 
     def record(self, slot: SlotRecord) -> None:

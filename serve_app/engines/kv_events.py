@@ -41,7 +41,7 @@ class KvEventPublisher:
         import zmq
 
         sockets = {"endpoint": self._socket, "replay_endpoint": self._router}
-        return {name: each.get_string(zmq.LAST_ENDPOINT) for name, each in sockets.items()}
+        return {name: socket.get_string(zmq.LAST_ENDPOINT) for name, socket in sockets.items()}
 
     def publish(self, events: Sequence[BlockEvent]) -> None:
         """Send a batch."""

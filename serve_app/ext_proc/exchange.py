@@ -150,7 +150,7 @@ class Picking(Exchange):
         self._shows_body = has_body and self._request_mode in (FULL_DUPLEX_STREAMED, BUFFERED)
         if not self._shows_body:
             if has_body:
-                self._scope["headers"] = [each for each in headers if each[0] != _ENCODING]
+                self._scope["headers"] = [header for header in headers if header[0] != _ENCODING]
                 self._body += b"{}"  # As if it named nothing.
             self._ask()
         elif self._request_mode == BUFFERED:

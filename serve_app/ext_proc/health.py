@@ -35,10 +35,10 @@ class Health:
 
     def tell(self) -> None:
         """Tell those who watch what has changed."""
-        for asked, said in (*self.watching.items(),):
-            if (now := self.state_of(asked.service)) != said:
-                self.watching[asked] = now
-                asked.answer(now)
+        for call, said in (*self.watching.items(),):
+            if (now := self.state_of(call.service)) != said:
+                self.watching[call] = now
+                call.answer(now)
 
     def state_of(self, service: str) -> bool | None:
         """Whether a service serves; None: there is no such service."""

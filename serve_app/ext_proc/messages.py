@@ -50,8 +50,8 @@ def subset_of(message: Any) -> list[str] | None:
     if value is None:
         return None
     if value.WhichOneof("kind") == "list_value":
-        return [each.string_value.strip() for each in value.list_value.values]
-    return [each.strip() for each in value.string_value.split(",") if each.strip()]
+        return [endpoint.string_value.strip() for endpoint in value.list_value.values]
+    return [endpoint.strip() for endpoint in value.string_value.split(",") if endpoint.strip()]
 
 
 def served_by(message: Any) -> str:

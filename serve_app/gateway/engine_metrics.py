@@ -110,9 +110,9 @@ def read_metrics(page: bytes, own: MetricNames) -> Reading:
     waiting, running = read(own.waiting, engine.waiting), read(own.running, engine.running)
     used = [fraction for fraction in read(own.kv_used, engine.kv_used) if fraction <= 1.0]
     sizes = (
-        sum(total) * math.prod(sum(factor) / len(factor) if factor else 0.0 for factor in each)
+        sum(total) * math.prod(sum(factor) / len(factor) if factor else 0.0 for factor in factors)
         for product in engine.kv_tokens.split()
-        for total, *each in [[read(None, part) for part in product.split("*")]]
+        for total, *factors in [[read(None, part) for part in product.split("*")]]
     )
     return Reading(
         engine.name or None,

@@ -178,8 +178,8 @@ class ExternalBackend(Backend):
         for endpoint in self._endpoints.values():
             endpoint.start()
         if self.settings.service_discovery is not None:
-            found = self.settings.service_discovery
-            sources = sources_of(found, self._use, self._prioritise, self._fail)
+            discovery = self.settings.service_discovery
+            sources = sources_of(discovery, self._use, self._prioritise, self._fail)
             self._tasks += map(asyncio.create_task, sources)
 
     async def stop(self) -> None:
@@ -253,7 +253,9 @@ class ExternalBackend(Backend):
 
     def learn(self) -> None:
         """Let endpoints learn from each other, and policies from them."""
-        states = [one.state for one in self._endpoints.values() if one.state is not None]
+        states = [
+            endpoint.state for endpoint in self._endpoints.values() if endpoint.state is not None
+        ]
         learn_speeds(states, self._estimator)
 
     def describe(self) -> dict[str, Any]:

@@ -94,11 +94,11 @@ class History:
     def look(self, now_s: float, since_s: float = -math.inf) -> list[dict[str, Any]]:
         """Bins from a time on, oldest first; the newest one is now's, and not over yet."""
         self._bin(now_s)
-        return [each.row() for each in self._bins if each.start_s >= since_s]
+        return [bin_.row() for bin_ in self._bins if bin_.start_s >= since_s]
 
     def decisions(self, num: int, rule: ChoiceOfRule = lambda _: None) -> list[dict[str, Any]]:
         """The last decisions, newest first, each with its best candidates."""
-        return [_decision(*one, rule) for one in islice(reversed(self._decisions), num)]
+        return [_decision(*decision, rule) for decision in islice(reversed(self._decisions), num)]
 
     def _bin(self, now_s: float) -> _Bin:
         start_s = math.floor(now_s / BIN_S) * BIN_S

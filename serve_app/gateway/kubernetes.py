@@ -74,7 +74,7 @@ async def _watch_endpoints(api: _Api, use: Callable[[Found], None]) -> None:
         path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         name = f"{service.service}.{namespace}.svc"
         label = f"kubernetes.io/service-name={service.service}"
-        await api.watch(path, label, lambda found: use(_of_slices(found, service, name)))
+        await api.watch(path, label, lambda slices: use(_of_slices(slices, service, name)))
         return
     spec = (await api.get(_POOLS.format(namespace, service.inference_pool)))["spec"]
     ports = [port["number"] for port in spec["targetPorts"]]
@@ -199,7 +199,10 @@ def _of_pods(pods: Collection[Any], ports: list[int]) -> Found:
     urls: dict[str, str | None] = {}
     for pod in pods:
         conditions = pod["status"].get("conditions") or ()
-        ready = any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+        ready = any(
+            condition["type"] == "Ready" and condition["status"] == "True"
+            for condition in conditions
+        )
         if ready and "deletionTimestamp" not in pod["metadata"]:
             urls |= {url_of(pod["status"]["podIP"], port): None for port in ports}
     return urls

@@ -148,7 +148,7 @@ class BlockEvents:
             return self._set_complete(True)
         if not self.is_complete or (event.medium or "GPU").upper() != "GPU":
             return
-        keys = [(event.group_idx, each) for each in event.block_hashes]
+        keys = [(event.group_idx, block_hash) for block_hash in event.block_hashes]
         if event.type == "BlockStored" and not self._fits(event):
             return
         if event.type == "BlockRemoved":
@@ -300,32 +300,32 @@ class EventSubscriber:
         """Take what comes, and what has come before."""
         import zmq
 
-        with self._socket(zmq.DEALER) as asked:
+        with self._socket(zmq.DEALER) as dealer:
             if self._replay_address:
-                asked.connect(self._replay_address)
-            await self._replay(asked)
+                dealer.connect(self._replay_address)
+            await self._replay(dealer)
             while True:
                 if not await heard.poll(_ASK_EVERY_S * 1000):
-                    await self._replay(asked)  # The last one may be lost.
+                    await self._replay(dealer)  # The last one may be lost.
                     continue
                 frames = await heard.recv_multipart()
                 if len(frames) == 3 and len(frames[1]) == len(_END):
                     number = int.from_bytes(frames[1], "big")
                     if not self._events.take(number, frames[2]):
-                        await self._replay(asked)
+                        await self._replay(dealer)
                         self._events.take(number, frames[2], is_all=True)
                 self._tell()
                 await asyncio.sleep(0)
 
-    async def _replay(self, asked: zmq.asyncio.Socket) -> None:
+    async def _replay(self, dealer: zmq.asyncio.Socket) -> None:
         """Ask for what is missing, and take it; TimeoutError: there is no answer."""
         if not self._replay_address:
             return
-        await asked.send_multipart([b"", self._events.next.to_bytes(len(_END), "big")])
+        await dealer.send_multipart([b"", self._events.next.to_bytes(len(_END), "big")])
         while True:
-            if not await asked.poll(_ANSWER_S * 1000):
+            if not await dealer.poll(_ANSWER_S * 1000):
                 raise TimeoutError(f"no answer from {self._replay_address}")
-            frames = await asked.recv_multipart()
+            frames = await dealer.recv_multipart()
             if len(frames) < 2 or frames[-2] == _END:
                 break
             self._events.take(int.from_bytes(frames[-2], "big"), frames[-1], is_all=True)

@@ -138,7 +138,7 @@ class Metrics:
                 if (tenant := sample.labels["tenant"]) != _NO_TENANT:
                     of_tenant = counts.setdefault(tenant, {"tenant": tenant})
                     of_tenant.setdefault(what, sample.value)  # What follows is its date.
-        return sorted(counts.values(), key=lambda one: -one["requests"])[:num]
+        return sorted(counts.values(), key=lambda tenant_row: -tenant_row["requests"])[:num]
 
     def _series_of(self, tenant: str) -> TenantSeries:
         counters = (getattr(self, f"tenant_{field.name}") for field in fields(TenantSeries))

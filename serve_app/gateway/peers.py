@@ -88,12 +88,12 @@ class Peers:
     def _connect(self) -> None:
         import zmq.asyncio
 
-        told: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
-        told.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._sockets.append(told)
-        told.bind(self._settings.listen)
+        publisher: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
+        publisher.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._sockets.append(publisher)
+        publisher.bind(self._settings.listen)
         # Who does not listen, or too slowly, misses it: nothing waits here.
-        self._publish = partial(told.send, flags=zmq.NOBLOCK)
+        self._publish = partial(publisher.send, flags=zmq.NOBLOCK)
         heard = zmq.asyncio.Context.instance().socket(zmq.SUB)
         self._sockets.append(heard)
         heard.setsockopt(zmq.LINGER, 0)

@@ -554,7 +554,7 @@ class ReplicaTable:
 
 def learn_speeds(replicas: Iterable[ReplicaState], estimator: PoolEstimator) -> None:
     """Let replicas of a pool learn their speeds from each other, and policies from them."""
-    estimated = [(one, one.speed) for one in replicas if one.speed is not None]
+    estimated = [(replica, replica.speed) for replica in replicas if replica.speed is not None]
     for _, speed in estimated:
         speed.meter.settle()
     estimator.share()

@@ -258,7 +258,7 @@ class SessionGate:
     def _take_back(self, tenant: str, replicas: list[ReplicaState], tokens: float) -> list[bool]:
         """End leases of tenants that have more than their share, oldest first, to make room."""
         wanted = {replica.replica_id: replica for replica in replicas}
-        total = sum(each.kv_tokens for each in self._table.replicas.values())
+        total = sum(replica.kv_tokens for replica in self._table.replicas.values())
         having = {name for name, taken in self._taken_by.items() if taken > 0} | {tenant}
         share_of = self._share_of or (lambda _: 1.0 / len(having))
         if self._taken_by[tenant] + tokens > share_of(tenant) * total:

@@ -130,7 +130,7 @@ def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
 def _exporter(name: str, environment: Mapping[str, str]) -> SpanExporter:
     if name == "otlp":
         protocols = (environment.get(variable) for variable in _PROTOCOLS)
-        protocol = next((each for each in protocols if each), "http/protobuf")
+        protocol = next((value for value in protocols if value), "http/protobuf")
         name = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
     for entry_point in entry_points(group="opentelemetry_traces_exporter", name=name):
         made: Any = entry_point.load()

@@ -58,8 +58,8 @@ class Access:
         Raises:
             ValueError: A token is empty or not ASCII, or both are the same.
         """
-        for each in (token, admin_token):
-            if each is not None and (not each or not each.isascii()):
+        for secret in (token, admin_token):
+            if secret is not None and (not secret or not secret.isascii()):
                 raise ValueError("a token must be ASCII and not empty")
         if token is not None and token == admin_token:
             raise ValueError("the admin token must differ from the token that all callers have")

@@ -55,7 +55,7 @@ def make_router(gateway: Gateway, access: Access) -> APIRouter:
         # By replica; those without the key `sessions` have none.
         gate, states, backends = gateway.sessions, gateway.states(), gateway.backends.values()
         homes = [] if gate is None else gate.describe(now_s)["replicas"]
-        sessions = {one["replica_id"]: one["running"] + one["idle"] for one in homes}
+        sessions = {home["replica_id"]: home["running"] + home["idle"] for home in homes}
         # What the baseline itself decides needs no comparison.
         decides = manager.policy.decides
         rule: ChoiceOfRule = manager.picker.by_baseline if decides else lambda _: None
@@ -116,9 +116,9 @@ def _queue(gateway: Gateway) -> dict[str, Any]:
     if gateway.holding is None:
         return {"held": 0, "requests": [], "full": {}}
     line = gateway.holding.describe()
-    full = (one for one in line["full"] if one["in_flight"] >= (one["max_ongoing"] or math.inf))
+    full = (row for row in line["full"] if row["in_flight"] >= (row["max_ongoing"] or math.inf))
     shown = {
         "requests": line["requests"][:_NUM_SHOWN],
-        "full": Counter(one["pool"] for one in full),
+        "full": Counter(row["pool"] for row in full),
     }
     return line | shown

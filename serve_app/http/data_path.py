@@ -192,7 +192,7 @@ class DataPath:
         if not name and objective:
             service_class = self._gateway.class_of_objective(objective)
         if service_class is None:
-            names = [each.name for each in self._gateway.cluster.classes]
+            names = [slo_class.name for slo_class in self._gateway.cluster.classes]
             raise BadRequest(
                 f"service_tier {name!r} is not known; choose one of {names}", param="service_tier"
             )

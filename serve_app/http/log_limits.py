@@ -41,5 +41,5 @@ class OncePerPeriod(logging.Filter):
 def limit_log() -> None:
     """Limit uvicorn's lines of this process to one of each kind per minute."""
     logger = logging.getLogger("uvicorn.error")
-    if not any(isinstance(each, OncePerPeriod) for each in logger.filters):
+    if not any(isinstance(log_filter, OncePerPeriod) for log_filter in logger.filters):
         logger.addFilter(OncePerPeriod())

@@ -99,8 +99,8 @@ class OpenPick(Sender):
         self._renew()
         named = [*replica_ids[:_MOST_REPLICAS]]
         headers = {name.decode(): value.decode() for name, value in self.added}
-        told = {"decision_id": self.id, "pool": backend.name, "replica_ids": named}
-        self._tell(JSONResponse(told, headers=headers))
+        content = {"decision_id": self.id, "pool": backend.name, "replica_ids": named}
+        self._tell(JSONResponse(content, headers=headers))
         await self._end
 
     async def _send(self, message: Message) -> None:

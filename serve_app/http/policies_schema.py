@@ -84,7 +84,7 @@ def describe_policies(manager: PolicyManager, with_actors: bool = True) -> Polic
     """Return the present and the previous policy, and the experiment."""
     events = [asdict(event) for event in reversed(manager.events)]
     if not with_actors:
-        events = [{key: one[key] for key in one if key != "by"} for one in events]
+        events = [{key: event[key] for key in event if key != "by"} for event in events]
     previous, experiment = manager.previous, manager.experiment
     return PoliciesAnswer(
         champion=_breaker(manager.policy),

@@ -78,7 +78,7 @@ class PromptSize:
         """The text in order; an image is represented by what tells it from others."""
         kinds = {kind for kind, _ in self._pieces}
         for kind in kinds - {_NAME}:
-            parts = (text for each, text in self._pieces if each == kind)
+            parts = (text for piece_kind, text in self._pieces if piece_kind == kind)
             self._measure("".join(parts) if len(kinds) > 1 else self.text, kind)
         if self._num_messages:
             self.expected[_MESSAGES] += self._num_messages * _PRIORS[_MESSAGES]

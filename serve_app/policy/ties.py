@@ -46,23 +46,23 @@ def _least_recently_used(columns: FloatArray, index: int, last_sent_s: FloatArra
 
 
 @compiled
-def equally_idle(one: FloatArray, other: FloatArray) -> bool:
+def equally_idle(row: FloatArray, other: FloatArray) -> bool:
     """Whether two replicas are idle, equally fast, and hold as much of the request's prefix.
 
     Both are rows of the table of `tokenyard.routing.observation`, shape (NUM_COLUMNS,).
     """
-    one_prefill_s, other_prefill_s = one[ob.PREFILL_TOKEN_S], other[ob.PREFILL_TOKEN_S]
-    difference_s = abs(one_prefill_s - other_prefill_s)
+    row_prefill_s, other_prefill_s = row[ob.PREFILL_TOKEN_S], other[ob.PREFILL_TOKEN_S]
+    difference_s = abs(row_prefill_s - other_prefill_s)
     equal: bool = (
-        one[ob.NUM_WAITING] + one[ob.NUM_RUNNING] == 0.0
+        row[ob.NUM_WAITING] + row[ob.NUM_RUNNING] == 0.0
         and other[ob.NUM_WAITING] + other[ob.NUM_RUNNING] == 0.0
-        and one[ob.TOKENS_PER_S] * one[ob.NUM_SLOTS] == other[ob.TOKENS_PER_S] * other[ob.NUM_SLOTS]
-        and one[ob.NUM_SLOTS] == other[ob.NUM_SLOTS]
+        and row[ob.TOKENS_PER_S] * row[ob.NUM_SLOTS] == other[ob.TOKENS_PER_S] * other[ob.NUM_SLOTS]
+        and row[ob.NUM_SLOTS] == other[ob.NUM_SLOTS]
         # NaN, where nothing has completed yet, is not greater than anything.
-        and not one[ob.MEAN_RESPONSE_S] > _SAME_SPEED * other[ob.MEAN_RESPONSE_S]
-        and not other[ob.MEAN_RESPONSE_S] > _SAME_SPEED * one[ob.MEAN_RESPONSE_S]
-        and (one[ob.ITERATION_S] > 0.0) == (other[ob.ITERATION_S] > 0.0)
-        and one[ob.MATCH_TOKENS] == other[ob.MATCH_TOKENS]
-        and difference_s <= _SAME_NUMBER * max(abs(one_prefill_s), abs(other_prefill_s))
+        and not row[ob.MEAN_RESPONSE_S] > _SAME_SPEED * other[ob.MEAN_RESPONSE_S]
+        and not other[ob.MEAN_RESPONSE_S] > _SAME_SPEED * row[ob.MEAN_RESPONSE_S]
+        and (row[ob.ITERATION_S] > 0.0) == (other[ob.ITERATION_S] > 0.0)
+        and row[ob.MATCH_TOKENS] == other[ob.MATCH_TOKENS]
+        and difference_s <= _SAME_NUMBER * max(abs(row_prefill_s), abs(other_prefill_s))
     )
     return equal
