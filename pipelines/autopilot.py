@@ -349,13 +349,13 @@ class Autopilot:
             few = f"the log holds {len(newest):,} requests of the last month"
             return self._finish(f"{few}; {_FEWEST_LOGGED:,} are needed")
         try:
-            found, traffic = _train_in_ray(args, float(newest.arrival_s[0]))
+            trained, traffic = _train_in_ray(args, float(newest.arrival_s[0]))
         except RegistryError:
             raise
         except ValueError as reason:
             return self._finish(f"nothing can be learned from the log: {reason}")
         error = traffic.twin_error_fraction
-        for remark in found.remarks:
+        for remark in trained.remarks:
             self._say(remark)
         twin = None
         if isinstance(traffic.fleet, Scenario):
@@ -367,7 +367,7 @@ class Autopilot:
         self.state = self.state.model_copy(update=learned)
         if error is not None and error > MOST_ERROR:
             return self._finish(f"the simulator is off by {error:.0%}, so nothing is tried")
-        choice, active = found.choice, self.gateway.active()
+        choice, active = trained.choice, self.gateway.active()
         searched = choice.artifact
         if active["sha256"] == searched.sha256 if searched else active["name"] == choice.name:
             return self._finish(f"nothing to gain: {choice.name} decides already, and is best")
@@ -558,8 +558,8 @@ def _train_on_log(args: Args, since_s: float) -> tuple[Found, Traffic]:
     traffic = logged_traffic(args.log, scenario, registry=registry, since_s=since_s)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / f"{scenario.name}.json"
-        found = OwnTraffic(traffic, model, args.minutes, seed=args.seed).train()
-    return found, traffic
+        trained = OwnTraffic(traffic, model, args.minutes, seed=args.seed).train()
+    return trained, traffic
 
 
 def main(args: Args) -> None:

@@ -270,13 +270,13 @@ def calibrate_live(args: Args, console: Console) -> list[Row]:
         if args.out.suffix not in (".yaml", ".yml"):
             raise ValueError(f"--out {args.out} must end in .yaml: scenarios are named by that")
         base = load_scenario(args.scenario)
-        rows, told = write_live(args.url or "", args.out, base, args.model, args.token)
+        rows, description = write_live(args.url or "", args.out, base, args.model, args.token)
         capacity = load_scenario(str(args.out)).capacity_tokens_per_s
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     show(console, rows)
     print(f"wrote {args.out}: {len(rows)} replicas, {capacity:.0f} tokens/s in all")
-    print(told)
+    print(description)
     return rows
 
 

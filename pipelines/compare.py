@@ -113,18 +113,18 @@ def read_traffic(args: Args, folder: Path) -> Traffic:
     if args.url is not None:
         fleet = str(folder / "live.yaml")
         base = load_scenario("conversation_mixed_gpus")  # Its SLO counts where the URL tells none.
-        rows, told = write_live(args.url, Path(fleet), base, args.model)
-        print(f"fleet of {len(rows)} replicas from {args.url}. {told}", file=sys.stderr)
+        rows, description = write_live(args.url, Path(fleet), base, args.model)
+        print(f"fleet of {len(rows)} replicas from {args.url}. {description}", file=sys.stderr)
     if args.log is not None and any(args.log.glob("decisions-*.parquet")):
         return logged_traffic(args.log, str(fleet), now)
     return Traffic(args.reading.read(str(args.log or args.trace))[0], str(fleet), now)
 
 
-def policies(traffic: Traffic, found: Found) -> list[Played]:
+def policies(traffic: Traffic, trained: Found) -> list[Played]:
     """What is played: differences are to today's rule, or to the default where none is known."""
     played = [] if traffic.now is None else [Played("now", traffic.now)]
-    played += [Played("default", Choice(DEFAULT_RULE)), Played("best_rule", found.rule)]
-    return played + ([] if found.searched is None else [Played("searched", found.searched)])
+    played += [Played("default", Choice(DEFAULT_RULE)), Played("best_rule", trained.rule)]
+    return played + ([] if trained.searched is None else [Played("searched", trained.searched)])
 
 
 def compare(args: Args, console: Console) -> tuple[list[Row], Conclusion]:
@@ -135,34 +135,34 @@ def compare(args: Args, console: Console) -> tuple[list[Row], Conclusion]:
         model = Path(folder) / f"{Path(str(args.log or args.trace)).stem}.json"
         own = OwnTraffic(traffic, model, args.minutes, args.load, args.seed)
         error = own.twin_error(traffic)
-        found = own.train()
-        played = policies(traffic, found)
+        trained = own.train()
+        played = policies(traffic, trained)
         rows = LoadSweep(own, played, args.goal).rows()
     at_load = [row for row in rows if row["offered_load"] == own.load]
-    verdict = judged(at_load, found.choice.name, args.goal, error)
+    verdict = judged(at_load, trained.choice.name, args.goal, error)
     if verdict.is_refused:
         rows = [without_claims(row) for row in rows]
     rows = [row | {"twin_error_fraction": error} for row in rows]
     show(tables(rows, own.load), verdict, console)
-    console.print(serve_line(played, found), soft_wrap=True)
+    console.print(serve_line(played, trained), soft_wrap=True)
     if args.html is not None:
-        write_page(args.html, rows, own.load, verdict, args.goal, made(own, played, found))
+        write_page(args.html, rows, own.load, verdict, args.goal, made(own, played, trained))
         console.print(f"wrote {args.html}", soft_wrap=True)
     return rows, verdict
 
 
-def serve_line(played: list[Played], found: Found) -> str:
+def serve_line(played: list[Played], trained: Found) -> str:
     """How the recommended policy is served."""
-    name = found.choice.name
-    if found.choice == found.searched:
+    name = trained.choice.name
+    if trained.choice == trained.searched:
         return "best here: the searched policy; `tokenyard train` with --out writes it"
     if name == played[0].choice.name and played[0].role == "now":
         return f"best here: what decides today, {name}"
-    told = f"best here: serve it with --policy {name}"
-    return f"{told}; {ORDER_NOTE}" if RuleName.parse(name).order is not None else told
+    line = f"best here: serve it with --policy {name}"
+    return f"{line}; {ORDER_NOTE}" if RuleName.parse(name).order is not None else line
 
 
-def made(own: OwnTraffic, played: list[Played], found: Found) -> list[str]:
+def made(own: OwnTraffic, played: list[Played], trained: Found) -> list[str]:
     """How the page was made, in sentences, and the command."""
     num, first = own.trace.num_requests, own.first_judged
     known = versions()
@@ -171,7 +171,7 @@ def made(own: OwnTraffic, played: list[Played], found: Found) -> list[str]:
         "judge. These are played in one go, with the same requests for every policy, behind up to "
         "1,000 earlier ones that fill the servers and do not count. Intervals are from leaving out "
         "one of 30 blocks at a time.",
-        *(f"{remark[:1].upper()}{remark[1:]}." for remark in found.remarks),
+        *(f"{remark[:1].upper()}{remark[1:]}." for remark in trained.remarks),
         "Everything is simulated: no request was sent to your fleet.",
         f"Tokenyard {known.get('tokenyard', '')}, commit {git_sha()[:8]}, "
         f"Python {known['python']}. The command:",
@@ -179,16 +179,16 @@ def made(own: OwnTraffic, played: list[Played], found: Found) -> list[str]:
     ]
 
 
-def show(found: list[tuple[str, list[Row]]], verdict: Conclusion, console: Console) -> None:
+def show(titled: list[tuple[str, list[Row]]], verdict: Conclusion, console: Console) -> None:
     """Print the verdict and the tables at the load and at half of it."""
     console.print(f"\n[bold]{escape(verdict.headline)}[/]", soft_wrap=True)
     for sentence in verdict.sentences:
         console.print(f"  {escape(sentence)}", soft_wrap=True)
-    for title, some in found:
+    for title, group in titled:
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for place, heading in enumerate(HEADINGS):
             table.add_column(heading, justify="right" if place else "left")
-        for row in some:
+        for row in group:
             table.add_row(*(escape("\n".join(cell)) for cell in cells(row)))
         console.print(table)
 

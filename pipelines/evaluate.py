@@ -119,8 +119,8 @@ def plan(
     baseline = args.baseline or problem.default_baseline
     wanted = args.policies.split(",") if args.policies else problem.policies_for(scenario)
     names = dict.fromkeys(name.strip() for name in [*wanted, baseline] if name.strip())
-    found = {name: problem.candidate(scenario, name, registry) for name in names if name != BEST}
-    candidates = _told_apart(found)
+    by_name = {name: problem.candidate(scenario, name, registry) for name in names if name != BEST}
+    candidates = _told_apart(by_name)
     if baseline == BEST and not any(candidate.is_rule for candidate in candidates):
         raise ValueError(f"--baseline {BEST} needs a rule among --policies {args.policies}")
     count = problem.default_streams if args.streams is None else args.streams
@@ -136,32 +136,33 @@ def plan(
         f"{candidate.name}: {candidate.source}" for candidate in candidates if not candidate.is_rule
     ]
     if baseline != BEST:
-        baseline = candidates[list(found).index(baseline.strip())].name
+        baseline = candidates[list(by_name).index(baseline.strip())].name
     return EvaluationPlan(scenario, streams, candidates, baseline, notes)
 
 
-def _told_apart(found: Mapping[str, Candidate[S, D, R]]) -> list[Candidate[S, D, R]]:
+def _told_apart(by_name: Mapping[str, Candidate[S, D, R]]) -> list[Candidate[S, D, R]]:
     """Call candidates of one name, such as files of several folders, as they were asked for."""
-    known = Counter(one.name for one in found.values())
+    known = Counter(candidate.name for candidate in by_name.values())
     return [
-        one if known[one.name] == 1 else replace(one, name=asked) for asked, one in found.items()
+        candidate if known[candidate.name] == 1 else replace(candidate, name=name)
+        for name, candidate in by_name.items()
     ]
 
 
 def evaluate(
-    args: Args, problem: Problem[S, A, D, R], one: EvaluationPlan[S, D, R], console: Console
+    args: Args, problem: Problem[S, A, D, R], planned: EvaluationPlan[S, D, R], console: Console
 ) -> tuple[list[Row], dict[str, Figure]]:
     """Run one scenario and print its tables."""
-    scenario, streams = one.scenario, one.streams
+    scenario, streams = planned.scenario, planned.streams
     with evaluation.processes(args.jobs) as mapped:
-        runs = evaluation.run_candidates(one.candidates, scenario, streams, args.seed, mapped)
-    baseline = one.baseline
+        runs = evaluation.run_candidates(planned.candidates, scenario, streams, args.seed, mapped)
+    baseline = planned.baseline
     if baseline == BEST:
-        baseline = evaluation.best_rule(problem, scenario, one.candidates, runs)
+        baseline = evaluation.best_rule(problem, scenario, planned.candidates, runs)
     rows = evaluation.compare(problem, scenario, streams, runs, baseline)
     beside = evaluation.margins(problem, scenario, streams, runs)
     console.print(f"\n[bold]{scenario.name}[/]: {scenario.description}")
-    for line in (streams.described, *one.notes):
+    for line in (streams.described, *planned.notes):
         console.print(line)
     for table in evaluation.level_tables(problem, scenario, rows):
         console.print(table)
@@ -201,11 +202,11 @@ def main(args: Args) -> None:
     figures: dict[str, Figure] = {}
     while plans:
         try:
-            some, drawn = evaluate(args, problem, plans.pop(0), console)
+            new_rows, drawn = evaluate(args, problem, plans.pop(0), console)
         except PolicyFileError as error:
             print(f"evaluate: {error}", file=sys.stderr)
             raise SystemExit(2) from None
-        rows += some
+        rows += new_rows
         figures |= drawn
         # A suite takes minutes: what is done is kept.
         if args.json:

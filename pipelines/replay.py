@@ -313,7 +313,7 @@ async def run(args: Args, console: Console, measured: Measured) -> None:
         named = zip(("response", "first token", "per token"), measured.limits, strict=True)
         over = " or ".join(f"{what} over {value:g} s" for what, value in named if value)
         console.print(
-            f"{sum(each.num_requests for each in stretches)} requests over "
+            f"{sum(stretch.num_requests for stretch in stretches)} requests over "
             f"{args.duration_s * len(stretches):g} s, {args.repeats // len(stretches)} x "
             f"{', '.join(measured.turns)}; "
             f"violation: {over} ({whose})",

@@ -100,15 +100,15 @@ class Args:
 def given(args: object, *names: str) -> list[str]:
     """Those options, or all, that are not as they are by default, as they are typed."""
     defaults = type(args)()
-    asked = names or tuple(vars(args))
-    changed = [name for name in asked if getattr(args, name) != getattr(defaults, name)]
+    options = names or tuple(vars(args))
+    changed = [name for name in options if getattr(args, name) != getattr(defaults, name)]
     return ["--" + name.replace("_", "-") for name in changed]
 
 
 def check(args: Args) -> None:
     """Refuse options that do not go together, or are out of their range, with a ValueError."""
     study, reading = given(args.study), given(args.reading)
-    match [one is not None for one in (args.trace, args.log, args.fleet, args.scenario)]:
+    match [option is not None for option in (args.trace, args.log, args.fleet, args.scenario)]:
         case [True, False, True, False]:
             what, others = "a trace", [*given(args, "registry"), *study]
         case [False, True, True, False]:
@@ -159,19 +159,19 @@ def train_on_traffic(args: Args, console: Console) -> list[Row]:
         name = args.out.stem if args.out else of
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / f"{name}.json"
-        found = OwnTraffic(traffic, model, args.minutes, args.load, args.seed).train()
-    show(found, console)
-    choice = found.choice
+        trained = OwnTraffic(traffic, model, args.minutes, args.load, args.seed).train()
+    show(trained, console)
+    choice = trained.choice
     if choice == traffic.now and choice.name != DEFAULT_RULE:
         console.print(f"best: what decides today, {choice.name}", soft_wrap=True)
     elif choice.artifact is None:
         note = f"; {ORDER_NOTE}" if RuleName.parse(choice.name).order is not None else ""
-        told = f"best: a rule, which needs no file; serve it with --policy {choice.name}{note}"
-        console.print(told, soft_wrap=True)
+        line = f"best: a rule, which needs no file; serve it with --policy {choice.name}{note}"
+        console.print(line, soft_wrap=True)
     else:
         console.print("best: what a search made")
         keep(args, "routing", name, choice.artifact, console)
-    return [with_verdict(row, choice, traffic) for row in found.rows]
+    return [with_verdict(row, choice, traffic) for row in trained.rows]
 
 
 def read_traffic(args: Args) -> Traffic:
@@ -187,12 +187,12 @@ def read_traffic(args: Args) -> Traffic:
 
 def with_verdict(row: Row, choice: Choice, traffic: Traffic) -> Row:
     """A row with what is to be served, and how well a log was repeated."""
-    artifacts = {one.name: one.artifact for one in (choice, traffic.now) if one}
+    artifacts = {option.name: option.artifact for option in (choice, traffic.now) if option}
     artifact = artifacts.get(str(row["policy"]))
-    told: Row = {"sha256": artifact.sha256 if artifact else ""}
+    verdict: Row = {"sha256": artifact.sha256 if artifact else ""}
     if traffic.twin_error_fraction is not None:
-        told["twin_error_fraction"] = traffic.twin_error_fraction
-    return {**row, **told, "accepted": int(row["policy"] == choice.name)}
+        verdict["twin_error_fraction"] = traffic.twin_error_fraction
+    return {**row, **verdict, "accepted": int(row["policy"] == choice.name)}
 
 
 def keep(
@@ -236,16 +236,16 @@ def train_on_demand(args: Args, log: Path, name: str, console: Console) -> list[
 def train_for_scenario(args: Args, name: str, console: Console) -> list[Row]:
     """Several searches of a scenario's policy, and the best of them, if it beats the rules."""
     scenario, study = load_scenario(name), args.study
-    found = search_study.run_study(scenario, study, study.jobs)
-    best = search_study.best_of(found)
+    searches = search_study.run_study(scenario, study, study.jobs)
+    best = search_study.best_of(searches)
     numbers = [number for number in study.objectives for _ in range(study.seeds)]
     rows: list[Row] = []
-    for one, number in zip(found, numbers, strict=True):
-        of = f"{scenario.name}-o{number}-s{one.row['seed']}"
+    for trial, number in zip(searches, numbers, strict=True):
+        of = f"{scenario.name}-o{number}-s{trial.row['seed']}"
         if study.searches is not None:
-            one.policy.save(study.searches / f"{of}.npz")
-        verdict: Row = {"policy": of, "sha256": one.policy.sha256, "accepted": int(one is best)}
-        rows.append({**one.row, **verdict})
+            trial.policy.save(study.searches / f"{of}.npz")
+        verdict: Row = {"policy": of, "sha256": trial.policy.sha256, "accepted": int(trial is best)}
+        rows.append({**trial.row, **verdict})
     rows.sort(key=lambda row: float(row[CHANGE]))
     terms = ("cvar99", "violation", "tail_guard")
     table = Table("cvar99, violation, guard", "seed", *BESIDE_THE_RULE)
@@ -276,15 +276,15 @@ def beside_the_rule(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def show(found: Found, console: Console) -> None:
+def show(trained: Found, console: Console) -> None:
     """Print what was found on the way, and all that was judged beside the best rule."""
-    for remark in found.remarks:
+    for remark in trained.remarks:
         console.print(remark)
     table = Table(
         "requests judged by", "policy", "mean, s", "p99, s", "violations, %", "mean", "p99",
         title="Last part of the trace: differences to the best rule with 95 % intervals",
     )  # fmt: skip
-    for row in found.rows:
+    for row in trained.rows:
         deltas = [difference(row, measure) for measure in COMPARED[:2]]
         table.add_row(
             str(row["part"]), str(row["policy"]), f"{float(row['mean_response_s']):.3g}",

@@ -188,9 +188,9 @@ def main(args: Args) -> None:
         for name in names:
             out.mkdir(parents=True, exist_ok=True)
             scenario = problem.load_scenario(name)
-            text, some = tune(args, scenario)
+            text, tuned_rows = tune(args, scenario)
             (out / f"{scenario.name}.json").write_text(text + "\n", encoding="utf-8")
-            rows += some
+            rows += tuned_rows
     except ValueError as error:
         sys.exit(f"tune_baselines: {error}")
     key, heading = COLUMNS[problem.name]
