@@ -84,8 +84,8 @@ class IndependentCopies(gymnasium.vector.VectorEnv[Observations, Any, npt.NDArra
             if first is None and self._copies_per_stream > 1:
                 first = int(np.random.SeedSequence().generate_state(1)[0])
             shared = self._copies_per_stream
-            each = [None if first is None else first + i // shared for i in range(self.num_envs)]
-            seeds = each if seed is None or isinstance(seed, int | np.integer) else list(seed)
+            derived = [None if first is None else first + i // shared for i in range(self.num_envs)]
+            seeds = derived if seed is None or isinstance(seed, int | np.integer) else list(seed)
             if len(seeds) != self.num_envs:
                 raise ValueError(f"{len(seeds)} seeds for {self.num_envs} copies: give each one")
             self._rngs = [seeding.np_random(seed)[0] for seed in seeds]
