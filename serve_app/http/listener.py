@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import resource
 import socket
 import struct
 import sys
@@ -266,6 +267,10 @@ class Listener:
     def __init__(self, app: ASGIApp, limits: Limits, tls: TlsFiles | None = None) -> None:
         """Prepare; a ValueError says that the certificate cannot be used."""
         limit_log()
+        # A request in flight has two: many systems begin with 1,024, and allow far more.
+        with contextlib.suppress(ValueError, OSError):
+            _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
         self._certificate = None if tls is None else Certificate(tls)
         self._config = _Config(app, limits, self._certificate)
         self._watching: asyncio.Task[None] | None = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import socket
 from contextlib import asynccontextmanager
 
@@ -398,3 +399,15 @@ def test_what_was_left_out_of_the_log_is_counted_there_a_minute_later():
     for number in range(1000):
         say(f"text {number}")
     assert len(limit._seen) <= 64
+
+
+def test_what_may_be_in_flight_by_default_is_not_refused_by_the_system():
+    """As many as Envoy lets through to a cluster; many systems begin with 1,024 open files."""
+    assert Limits().max_in_flight == 1024
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, files[1]))
+        Listener(a_deciding_api(), Limits())
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == files[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
