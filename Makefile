@@ -155,7 +155,6 @@ test-cluster: .venv/.dev ## cluster.yaml on hosts made of namespaces: needs root
 claims: .venv/.dev .venv/.engines $(ENGINES)/llamacpp/.installed ## Repeat long studies whose results stand in docs: an hour of faults, the law, the arena with 30 streams, the data path.
 	$(BIN)/python benchmarks/soak.py --cluster emulated --minutes 60
 	$(BIN)/python benchmarks/never_worse.py --json $(STORAGE)/never_worse.json
-	$(BIN)/python benchmarks/published_sessions.py --json $(STORAGE)/published_sessions.json
 	PYTHONPATH=.:tests $(BIN)/python tests/engines/sim_to_real.py --json $(STORAGE)/sim_to_real.json
 	$(BIN)/python pipelines/arena.py --full --json $(STORAGE)/arena.json
 	$(BIN)/python benchmarks/gateway_throughput.py --json $(STORAGE)/gateway_throughput.json

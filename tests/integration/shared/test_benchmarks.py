@@ -35,10 +35,6 @@ HERE = [
         ["never_worse.py", "--draws", "1", "--policies", "marginal_delay", "--workers", "1"],
         {"draw", "policy"},
     ),
-    (
-        ["published_sessions.py", "--sessions", "8", "--seeds", "1"],
-        {"sessions", "arm", "output_tokens_per_s", "ratio"},
-    ),
 ]
 """Arguments, and keys of every row."""
 WITH_A_RAY = [
