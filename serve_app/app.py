@@ -162,6 +162,9 @@ class GatewayReplica:
         }  # fmt: skip
         if self._allocator is not None:
             parts["allocation"] = self._allocator
+        for name, backend in self._pools.items():
+            if isinstance(backend, ExternalBackend):
+                parts[f"speeds:{name}"] = backend.estimator
         path = options.state
         if path is None and options.decision_log is not None:
             path = options.decision_log / STATE_FILE

@@ -149,7 +149,7 @@ class ExternalBackend(Backend):
         self.kv_events = pool.kv_events
         """Where endpoints publish what they have cached; None: nobody asks."""
         is_known = pool.profile is not None or pool.hardware is not None
-        self._estimator = PoolEstimator(pool.prior.iteration if is_known else None)
+        self.estimator = PoolEstimator(pool.prior.iteration if is_known else None)
         self._share_at_s = 0.0
         self._owners = {} if owners is None else owners
         self._in_file: Found = dict.fromkeys(endpoint.address for endpoint in pool.endpoints)
@@ -230,7 +230,7 @@ class ExternalBackend(Backend):
         news, self._news = self._news, {}
         for url, endpoint in news.items():
             if endpoint.state is None:
-                speed = EndpointSpeed(url, self.settings, self._estimator.add(url))
+                speed = EndpointSpeed(url, self.settings, self.estimator.add(url))
                 size = self.settings.prefix_block_tokens
                 endpoint.state = table.add(url, self.name, speed.profile, size, now_s)
                 endpoint.state.estimate_with(speed)
@@ -244,7 +244,7 @@ class ExternalBackend(Backend):
             elif endpoint.draining:
                 del self._endpoints[url], self._owners[url], self._lengths[url]
                 table.keep(self.name, self._endpoints)
-                self._estimator.drop(url)
+                self.estimator.drop(url)
                 for connection in [*endpoint.origin.idle]:
                     connection.close()
         # Here, and not where it is read: every request reads it several times.
@@ -256,7 +256,7 @@ class ExternalBackend(Backend):
         states = [
             endpoint.state for endpoint in self._endpoints.values() if endpoint.state is not None
         ]
-        learn_speeds(states, self._estimator)
+        learn_speeds(states, self.estimator)
 
     def describe(self) -> dict[str, Any]:
         """Return the sources of endpoints, and their errors."""

@@ -41,8 +41,8 @@ _SAVE_S = 5.0
 """Longest time for which an answer waits for the disk."""
 _WATCH_EVERY_S = 1.0
 _EVIDENCE_EVERY_S = 5.0
-_ALWAYS = ("autopilot", "limits", "outliers")
-"""Parts whose state holds whichever policy the cluster file names."""
+_ALWAYS = ("autopilot", "limits", "outliers", "speeds")
+"""Parts whose state holds whichever policy the cluster file names; `speeds:POOL` is of a pool."""
 
 
 class Remembers(Protocol):
@@ -258,7 +258,7 @@ class StateStore:
     def restore_parts(self, state: GatewayState, always: bool) -> None:
         """Let the parts that hold `always`, or the others, take up what was written."""
         for name, part in self.parts.items():
-            if name in state.parts and (name in _ALWAYS) == always:
+            if name in state.parts and (name.partition(":")[0] in _ALWAYS) == always:
                 try:
                     part.restore(state.parts[name])
                 except (ValueError, KeyError, TypeError) as error:

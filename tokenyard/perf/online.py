@@ -18,8 +18,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -110,6 +111,18 @@ class ReplicaEstimator:
         """Take what all that is known says of the logarithms."""
         self.log, self.covariance, self._is_solved = log, covariance, True
         self._iteration: FloatArray = np.exp(log)
+
+    @property
+    def numbers(self) -> FloatArray:
+        """All that its equations say, shape (26,)."""
+        own = self.vector, self.mean_batch, self.noise, self.num_observations
+        return np.hstack([self.information.ravel(), *own])
+
+    def take_up(self, numbers: FloatArray) -> None:
+        """Go on from `numbers`. Half counts: it may be another replica meanwhile."""
+        self.information, self.vector = numbers[:16].reshape(4, 4) / 2.0, numbers[16:20] / 2.0
+        self.mean_batch, self.noise = numbers[20:24].copy(), float(numbers[24])
+        self.num_observations = int(numbers[25])
 
     def observe(
         self, time_s: float, iterations: float, prefill_tokens: float,
@@ -215,14 +228,39 @@ class PoolEstimator:
         )
         self._vector = self._precision @ np.log(center)
         self._replicas: dict[str, ReplicaEstimator] = {}
+        self._restored: dict[str, FloatArray] = {}
 
     def add(self, name: str) -> ReplicaEstimator:
         """Add a replica, or return that of the name."""
         if name not in self._replicas:
             mean = np.linalg.solve(self._precision, self._vector)
-            self._replicas[name] = ReplicaEstimator(mean, self._precision)
+            replica = self._replicas[name] = ReplicaEstimator(mean, self._precision)
+            if name in self._restored:
+                replica.take_up(self._restored.pop(name))
             self.share()
         return self._replicas[name]
+
+    def saved(self) -> dict[str, Any]:
+        """What the equations of each replica say, as JSON has it."""
+        return {
+            name: replica.numbers.tolist()
+            for name, replica in self._replicas.items() if replica.num_observations
+        }  # fmt: skip
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take up what was saved, for replicas that are there or will come.
+
+        Raises:
+            ValueError: It is not of this form.
+        """
+        restored = {name: np.array(numbers, float) for name, numbers in saved.items()}
+        for numbers in restored.values():
+            if numbers.shape != (26,) or not np.isfinite(numbers).all() or numbers[24] <= 0.0:
+                raise ValueError("what is known of a replica's speed are 26 numbers")
+        for name in restored.keys() & self._replicas.keys():
+            self._replicas[name].take_up(restored.pop(name))
+        self._restored |= restored
+        self.share()
 
     def drop(self, name: str) -> None:
         """Forget a replica."""

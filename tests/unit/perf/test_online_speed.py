@@ -1,6 +1,7 @@
 """Speeds that are estimated from answers, beside those that made the answers."""
 
 import itertools
+import json
 import math
 
 import numpy as np
@@ -51,6 +52,42 @@ def test_coefficients_come_out_of_the_times_that_they_make(seed):
     assert errors[-1].deviations.max() < errors[0].deviations.max()
     assert errors[-1].residual == pytest.approx(0.05, abs=0.03)
     assert errors[-1].num_changes == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(seeds)
+def test_what_was_saved_is_known_again(seed):
+    rng = np.random.default_rng(seed)
+    pool, speeds = PoolEstimator(), {name: drawn(rng) for name in ("one", "two")}
+    for name, iteration in speeds.items():
+        for _ in range(200):
+            pool.add(name).observe(*a_stretch(rng, iteration))
+    saved = json.loads(json.dumps(pool.saved()))
+    later = PoolEstimator()
+    later.add("two")
+    later.restore(saved)
+    for name, iteration in speeds.items():
+        again = later.add(name)
+        assert again.num_observations == 200
+        assert error_of(again.iteration, iteration, seed) < 0.1
+        assert (again.estimate.deviations > pool.add(name).estimate.deviations).all()
+    later.drop("one")
+    assert later.add("one").num_observations == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "number"), [(3, math.inf), (24, 0.0), (24, math.nan), (None, 0.0)]
+)
+def test_what_is_no_estimate_is_not_taken_up(place, number):
+    pool = PoolEstimator()
+    pool.add("one").observe(1.0, 10, 0, 10, 10)
+    [numbers] = pool.saved().values()
+    if place is None:
+        numbers.append(number)
+    else:
+        numbers[place] = number
+    with pytest.raises(ValueError, match="26 numbers"):
+        PoolEstimator().restore({"one": numbers})
 
 
 @example(774329)  # Four outliers close together are no change of speed.

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from unit.serve.test_serve_external import BODY, PROFILE, run
 
-from serve_app.cluster import ExternalPool
+from serve_app import app
+from serve_app.cluster import Cluster, ExternalPool
 from serve_app.gateway.endpoint_speed import EndpointSpeed
 from serve_app.gateway.replicas import InFlight
 from tokenyard.perf.online import GENERIC_ITERATION, PoolEstimator
@@ -138,3 +139,26 @@ def test_pools_show_what_is_estimated():
         await asyncio.sleep(0)
 
     run(test, 1)
+
+
+def test_a_gateway_that_comes_back_knows_how_fast_its_endpoints_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(app, "hold_port", lambda host, port: None)
+    monkeypatch.setattr(app.interpreter, "settle", lambda: None)
+    options = app.GatewayOptions(state=tmp_path / "state.json")
+    cluster = Cluster(name="c", description="d", served_model="m", pools=[a_pool()])
+
+    async def life(learn):
+        replica = app.GatewayReplica(cluster, options, {})
+        estimator = replica._pools["theirs"].estimator.add(URL)
+        if learn:
+            for _ in range(100):
+                estimator.observe(0.5, 10, 0, 100, 100_000)
+        await replica._gateway.manager.store.save()
+        replica._gateway.manager.stop()
+        return estimator
+
+    before, after = (asyncio.run(life(learn)) for learn in (True, False))
+    assert after.num_observations == before.num_observations == 100
+    batch = np.array([10, 0, 100, 100_000])
+    assert after.iteration @ batch == pytest.approx(before.iteration @ batch, rel=0.02)
+    assert after.iteration @ batch == pytest.approx(0.5, rel=0.05)
