@@ -230,8 +230,8 @@ def test_a_canary_goes_on_with_its_share_its_evidence_and_its_requests(tmp_path)
         for i in range(60):
             experiment.test.record(i % 3 == 0, i % 7 != 0, 10 + i, 5 + i)
         gateway.manager.policy.breaker.fail(too_slow=True)
-        for _ in range(3):
-            gateway.outliers.fail("a-0", 0.0)
+        for _ in range(20):
+            gateway.outliers.fail("a-0", math.inf)  # For minutes.
         await gateway.manager.store.save()
         return [experiment.arm_of(str(i)) for i in range(100)], experiment.test.saved()
 
