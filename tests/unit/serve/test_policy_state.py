@@ -189,8 +189,8 @@ def test_what_keys_have_used_holds_whichever_policy_the_cluster_file_names(tmp_p
 
     async def use(client, gateway):
         assert isinstance(gateway.limits.admit(caller, 80), Grant)
-        for _ in range(3):
-            gateway.outliers.fail("a-0", 0.0)
+        for _ in range(20):
+            gateway.outliers.fail("a-0", math.inf)  # For minutes.
         await gateway.manager.store.save()
 
     async def ask_again(client, gateway):
