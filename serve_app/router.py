@@ -286,6 +286,8 @@ class _Call(Delivery):
                 self.show_end()  # It is whole: its caller may not ask whether more comes.
 
     def _finish(self, end: object) -> None:
+        # What ends a replica's stream comes wrapped; it may be that its caller has left.
+        end = getattr(end, "cause", None) or end
         if isinstance(end, asyncio.CancelledError | RequestCancelledError | TaskCancelledError):
             self.leave()
         elif isinstance(end, Exception) and not isinstance(end, StopAsyncIteration):

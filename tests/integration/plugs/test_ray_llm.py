@@ -139,6 +139,7 @@ def test_each_request_to_ray_serve_llm_is_a_decision_with_its_outcome(tmp_path, 
 
             async def leave(number):
                 body = {"model": "my-model", "prompt": "x", "max_tokens": 2000, "stream": True}
+                body |= {"ignore_eos": True}
                 async with places, client.stream("POST", "/completions", json=body) as answer:
                     assert answer.status_code == 200
                     async for _ in answer.aiter_lines():
@@ -158,13 +159,16 @@ def test_each_request_to_ray_serve_llm_is_a_decision_with_its_outcome(tmp_path, 
     whole = [row for row in rows if row["outcome"] == "length"]
     assert len(whole) == NUM
     streamed = [row for row in whole if row["ttft_s"] is not None]
-    # An event of vLLM has several tokens where one alone is no whole letter.
-    counts = [row["output_tokens"] for row in whole if not (is_vllm and row in streamed)]
-    assert {*counts} == {8}
-    assert all(1 <= row["output_tokens"] <= 8 for row in streamed)
+    counts = [row["output_tokens"] for row in whole]
+    if is_vllm:
+        # Tokens of this model are bytes, and vLLM sends none before it has a whole letter.
+        assert counts.count(8) >= NUM // 2
+        assert max(counts) == 8
+    else:
+        assert {*counts} == {8}
+        assert len(streamed) == NUM // 2
     assert [row["outcome"] for row in rows if row not in whole] == ["abort"] * NUM_LEAVING
     assert len({row["request_id"] for row in rows}) == NUM + NUM_LEAVING
-    assert len(streamed) == NUM // 2
     assert all(0 < row["ttft_s"] < row["response_s"] for row in streamed)
     # How much each gets is by its speed, which is noise where engines compute nothing.
     assert len({row["replica_id"] for row in rows}) == 2
