@@ -40,10 +40,7 @@ def quantile(level: float, freedom: float) -> float:
 
 
 def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """I_x(a, b), one of the two 1/2, for x < (a + 1) / (a + b + 2), by Lentz's continued fraction.
-
-    DLMF 8.17.22.
-    """
+    """I_x(a, b) for x < (a + 1) / (a + b + 2), a or b 1/2: Lentz's fraction (DLMF 8.17.22)."""
     if x <= 0.0:
         return 0.0
     ratio = _gamma_ratio(max(a, b)) / math.sqrt(math.pi)
