@@ -40,7 +40,6 @@ class Args:
     arms: tuple[str, ...] = (
         "marginal_delay+sjf@60 index_las:lease_s=1:growth_tokens=40:hold_s=12",
         f"marginal_delay+sjf@60 {PLACED_ALONE}",
-        f"vllm_cache_aware {PLACED_ALONE}",
     )
     """A routing policy and a rule of sessions each; the first is compared with the others."""
     scenario: str = "agentic_trace_replay@mixed"

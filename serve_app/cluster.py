@@ -302,8 +302,7 @@ class Limits(FrozenModel):
     """What one request may ask for, and all requests together."""
 
     max_in_flight: Annotated[int, Field(ge=1)] = 1024
-    """Requests accepted and not yet answered; one more gets 429 and a Retry-After. Each takes two
-    open files of the process."""
+    """Requests accepted and not yet answered; one more gets 429 and a Retry-After."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS)] = 32_768
     """Longest prompt, for pools of ours."""
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS)] = 4_096

@@ -55,8 +55,7 @@ class Live(FrozenModel):
     """What plays, and how long."""
 
     routers: dict[str, str] = Field(min_length=2)
-    """Base URL of each router, by its name. All stand before the same engines, or before equal ones
-    of their own."""
+    """Base URL of each router, by its name. All stand before the same engines."""
     cells: dict[str, dict[str, Any]] = Field(min_length=1)
     """Options of `tokenyard replay` for the traffic of each cell (`scenario` or `trace`, `rate`,
     `length_scale`, ...), and `slo_response_s`."""
@@ -68,8 +67,6 @@ class Live(FrozenModel):
     """What is sent at the beginning of a turn and not judged, as queues are empty then."""
     learn_s: float = Field(0.0, ge=0)
     """Time in which routers may learn before the first turn that is judged, in whole turns."""
-    together: bool = False
-    """Whether routers play at the same time. Only for routers with engines of their own."""
 
     @model_validator(mode="after")
     def _check(self) -> Live:
@@ -136,30 +133,23 @@ async def _play(
     stretches = read_stretches(config, live.repeats + learned)
     turns: dict[str, list[dict[str, float]]] = {router: [] for router in live.routers}
     known: dict[str, tuple[Client, float, int]] = {}
-
-    async def play_turn(number: int, router: str) -> None:
-        client, words_per_token, longest = known[router]
-        # Nothing of another's turn may be in an engine's prefix cache.
-        salt = number if live.together else secrets.randbits(32)
-        asks = make_asks(config, stretches[number], words_per_token, longest, salt)
-        answers, _ = await replay(client, asks)
-        if number >= learned:
-            measured = _summarise(asks, answers, live.warm_up_s, config.slo_response_s)
-            turns[router].append(measured)
-            mean_s = measured["mean_response_s"]
-            tell(f"{cell}, turn {number - learned + 1}, {router}: mean {mean_s:.3f} s")
-
     try:
         for router, url in live.routers.items():
             known[router] = await _connected(router, replace(config, url=url))
         for number in range(len(stretches)):
             first = number % len(known)
             order = [*known][first:] + [*known][:first]
-            if live.together:
-                await asyncio.gather(*(play_turn(number, router) for router in order))
-                continue
             for router in order:
-                await play_turn(number, router)
+                client, words_per_token, longest = known[router]
+                # Nothing of another's turn may be in an engine's prefix cache.
+                salt = secrets.randbits(32)
+                asks = make_asks(config, stretches[number], words_per_token, longest, salt)
+                answers, _ = await replay(client, asks)
+                if number >= learned:
+                    measured = _summarise(asks, answers, live.warm_up_s, config.slo_response_s)
+                    turns[router].append(measured)
+                    mean_s = measured["mean_response_s"]
+                    tell(f"{cell}, turn {number - learned + 1}, {router}: mean {mean_s:.3f} s")
                 await asyncio.sleep(config.pause_s)
     finally:
         await asyncio.gather(*(client.close() for client, *_ in known.values()))

@@ -315,8 +315,6 @@ class Http2Protocol(asyncio.Protocol):
         if wait_s is not None:
             self._deadline = self._loop.call_later(wait_s, self._transport.abort)
 
-    # What is sent
-
     def _push_blocked(self) -> None:
         while self.blocked and self.window > 0 and not self.is_paused:
             self.blocked[next(iter(self.blocked))].push()

@@ -253,10 +253,8 @@ class ExternalBackend(Backend):
 
     def learn(self) -> None:
         """Let endpoints learn from each other, and policies from them."""
-        states = [
-            endpoint.state for endpoint in self._endpoints.values() if endpoint.state is not None
-        ]
-        learn_speeds(states, self.estimator)
+        states = [endpoint.state for endpoint in self._endpoints.values()]
+        learn_speeds(filter(None, states), self.estimator)
 
     def describe(self) -> dict[str, Any]:
         """Return the sources of endpoints, and their errors."""

@@ -199,10 +199,7 @@ def _of_pods(pods: Collection[Any], ports: list[int]) -> Found:
     urls: dict[str, str | None] = {}
     for pod in pods:
         conditions = pod["status"].get("conditions") or ()
-        ready = any(
-            condition["type"] == "Ready" and condition["status"] == "True"
-            for condition in conditions
-        )
-        if ready and "deletionTimestamp" not in pod["metadata"]:
+        states = {condition["type"]: condition["status"] for condition in conditions}
+        if states.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]:
             urls |= {url_of(pod["status"]["podIP"], port): None for port in ports}
     return urls

@@ -150,9 +150,8 @@ def read_trace(
     try:
         files = [path]
         if path.is_dir():
-            files = [
-                file for file in sorted(path.iterdir()) if file.is_file() and file.stat().st_size
-            ]
+            files = [file for file in path.iterdir() if file.is_file() and file.stat().st_size]
+            files.sort()
         if not files:
             raise TraceError(f"{path}: the folder has no file with anything in it")
         layout, header = _sniff(files[0])

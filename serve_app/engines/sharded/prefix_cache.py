@@ -131,10 +131,7 @@ class StageCache(PagedAttentionCache):
 
     def compute_free_capacity(self, relative: bool = True) -> int | float:
         """Share of the memory that no request holds, or bytes; unused blocks are free."""
-        allocators = self.cache_allocators.values()
-        unused = sum(
-            len(allocator.ledger.cached_blocks) * allocator.bytes_per_block
-            for allocator in allocators
-        )
+        caches = self.cache_allocators.values()
+        unused = sum(len(cache.ledger.cached_blocks) * cache.bytes_per_block for cache in caches)
         total = self.num_sectors * self.bytes_per_sector if relative else 1
         return float(super().compute_free_capacity(relative) + unused / total)

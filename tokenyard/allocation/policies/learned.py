@@ -32,10 +32,7 @@ class ForecastingPolicy:
     _forecaster: Forecaster | StreamForecasts
 
     def on(self, stream: DemandStream) -> Self:
-        """The same policy for a stream that is known, all of whose forecasts are made at once.
-
-        It decides as this one does, in a small part of the time.
-        """
+        """The same policy for a known stream, all of whose forecasts are made at once."""
         policy = copy(self)
         assert isinstance(self._forecaster, Forecaster)
         policy._forecaster = StreamForecasts(self._forecaster, stream)

@@ -161,8 +161,8 @@ class RoutingTrialConfig(TrialConfig):
         rule = self._rule(scenario)
         spent_cpu_s = time.process_time() - started_cpu_s
         config = self._algorithm_config(adapted, rule.weights, rule.order)
-        trainer, source = self.algorithm, StreamSource(scenario)
-        training = RllibTraining(config, source, trainer, adapted.reward_scale)
+        source, scale = StreamSource(scenario), adapted.reward_scale
+        training = RllibTraining(config, source, self.algorithm, scale)
         training.remembered_cpu_s = max(rule.cpu_s - spent_cpu_s, 0.0)
         return training
 
