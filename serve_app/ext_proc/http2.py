@@ -234,8 +234,6 @@ class Http2Protocol(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._deadline: asyncio.TimerHandle | None = None
 
-    # asyncio's side
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say what the other side may send."""
         self._transport = self.writer.transport = cast(asyncio.Transport, transport)
@@ -318,8 +316,6 @@ class Http2Protocol(asyncio.Protocol):
     def _push_blocked(self) -> None:
         while self.blocked and self.window > 0 and not self.is_paused:
             self.blocked[next(iter(self.blocked))].push()
-
-    # What comes
 
     def _take(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         if kind == frames.HEADERS:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import Field
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
@@ -42,24 +42,18 @@ SEARCH_STEPS = (
 """Environment steps of one generation of policy search."""
 
 
-class _Rule(NamedTuple):
-    """Where requests go, and in which order they wait."""
-
-    weights: tuple[float, ...]
-    order: tuple[float, ...]
-    cpu_s: float = 0.0
-    """CPU time of finding it."""
+_Rule = tuple[tuple[float, ...], tuple[float, ...], float]
+"""Weights of placement, those of the order, and the CPU time of finding both, seconds."""
 
 
 @lru_cache(maxsize=1)
 def searched(scenario: Scenario, config: SearchConfig, seed: int) -> _Rule:
     """Run a whole search; trials that follow each other in one process begin with the same one."""
-    started_cpu_s = time.process_time()
-    search = PolicySearch(scenario, config, seed)
+    started_s, search = time.process_time(), PolicySearch(scenario, config, seed)
     for _ in range(config.num_generations):
         search.step()
-    cpu_s = time.process_time() - started_cpu_s
-    return _Rule(tuple(search.weights.tolist()), tuple(search.order.tolist()), cpu_s)
+    cpu_s = time.process_time() - started_s
+    return tuple(search.weights.tolist()), tuple(search.order.tolist()), cpu_s
 
 
 class RllibTraining(RllibLearner[StreamSource]):
@@ -158,13 +152,14 @@ class RoutingTrialConfig(TrialConfig):
         if scenario.fleet is not None and adapted.network == "flat":
             raise ValueError(f"recipe {self.recipe!r} is not for a fleet; choose 'equivariant'")
         started_cpu_s = time.process_time()
-        rule = self._rule(scenario)
+        weights, order, cpu_s = self._rule(scenario)
         spent_cpu_s = time.process_time() - started_cpu_s
-        config = self._algorithm_config(adapted, rule.weights, rule.order)
-        source, scale = StreamSource(scenario), adapted.reward_scale
-        training = RllibTraining(config, source, self.algorithm, scale)
-        training.remembered_cpu_s = max(rule.cpu_s - spent_cpu_s, 0.0)
-        return training
+        config = self._algorithm_config(adapted, weights, order)
+        learner = RllibTraining(
+            config, StreamSource(scenario), self.algorithm, adapted.reward_scale
+        )
+        learner.remembered_cpu_s = max(cpu_s - spent_cpu_s, 0.0)
+        return learner
 
     @property
     def _recipe(self) -> Recipe:
@@ -197,12 +192,12 @@ class RoutingTrialConfig(TrialConfig):
         base = self._recipe
         config = started_at_best_rule(scenario, SearchConfig(), base.orders)
         if base.network == "flat" or self.from_scratch:
-            return _Rule(MARGINAL_DELAY, config.order)
+            return MARGINAL_DELAY, config.order, 0.0
         assert config.start is not None
         # A network corrects the rule without SLO terms.
         start = config.start[:NUM_MARGINAL_WEIGHTS]
         if not self._warm_start:
-            return _Rule(start, config.order)
+            return start, config.order, 0.0
         config = replace(
             config, start=start, num_generations=self._warm_start,
             randomisation=base.randomisation,
