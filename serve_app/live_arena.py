@@ -138,8 +138,7 @@ async def _play(
             known[router] = await _connected(router, replace(config, url=url))
         for number in range(len(stretches)):
             first = number % len(known)
-            order = [*known][first:] + [*known][:first]
-            for router in order:
+            for router in [*known][first:] + [*known][:first]:
                 client, words_per_token, longest = known[router]
                 # Nothing of another's turn may be in an engine's prefix cache.
                 salt = secrets.randbits(32)

@@ -198,8 +198,7 @@ def _of_pods(pods: Collection[Any], ports: list[int]) -> Found:
     """Return each port of the pods that are ready, and are not about to end."""
     urls: dict[str, str | None] = {}
     for pod in pods:
-        conditions = pod["status"].get("conditions") or ()
-        states = {condition["type"]: condition["status"] for condition in conditions}
+        states = {row["type"]: row["status"] for row in pod["status"].get("conditions") or ()}
         if states.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]:
             urls |= {url_of(pod["status"]["podIP"], port): None for port in ports}
     return urls
