@@ -5,10 +5,12 @@ sequences that decode + kv_token_s x cached tokens` (`tokenyard.perf.coefficient
 of an answer the router knows the time, the iterations (tokens of that answer), and the tokens of
 all answers of that replica meanwhile: one equation in the four coefficients.
 
-`ReplicaEstimator` solves them by recursive least squares of the logarithm of the time, in the
-logarithms of the coefficients: none can become negative, and an error counts by its share of the
-time. Residuals have a bounded influence, old equations are forgotten, and a cumulative sum of
-residuals (CUSUM) finds replicas whose speed has changed. `PoolEstimator` estimates what the
+`ReplicaEstimator` solves them by least squares of the logarithm of the time, in the logarithms of
+the coefficients: none can become negative, and an error counts by its share of the time. The latest
+equations are linearised anew with every estimate, so that a coefficient that was believed to be
+next to nothing can grow; older ones are summed up. Residuals have a bounded influence, old
+equations are forgotten, and a cumulative sum of residuals (CUSUM) finds replicas whose speed has
+changed. `PoolEstimator` estimates what the
 replicas of a pool have in common, from which each of them deviates: the prior of those of which
 little has been seen.
 """
@@ -35,6 +37,10 @@ _MEMORY = 400
 """Equations after which one counts for 1/e."""
 _FIRST_NOISE, _LEAST_NOISE, _MOST_NOISE = 0.3, 0.03, 1.0
 """Deviation of the logarithm of a time from what the coefficients say."""
+_FIRST_COUNTS = 10
+"""Equations for which the first deviation counts."""
+_SPREAD_OF_MEDIAN = 1.4826
+"""Standard deviation of normal numbers over the median of their sizes."""
 _ABSURD = 1e6
 """How many times as long or short as predicted a time must be to be none."""
 _MOST_TOKENS = 1e15
@@ -45,6 +51,10 @@ _CUSUM_NOISE, _CUSUM_DRIFT, _CUSUM_LIMIT, _CUSUM_MOST = 0.1, 1.0, 10.0, 2.5
 _ALIKE, _UNLIKE = 0.05, 0.7
 """Differences of logarithms of times up to which replicas always count as equally fast, and from
 which on they do not however little is known."""
+_NUM_RECENT = 64
+"""Equations that are linearised anew with every estimate."""
+_MOST_STEPS = 4
+"""Of Gauss and Newton per equation."""
 _GRID = 0.02
 """Of logarithms of coefficients that policies are told."""
 _TIMES_FULL = 8
@@ -96,31 +106,40 @@ class ReplicaEstimator:
         self.prior, self.prior_vector = precision, precision @ mean
         self.num_observations = self.num_changes = 0
         self.noise = _FIRST_NOISE
-        self.information: FloatArray = np.zeros((4, 4))
-        self.vector: FloatArray = np.zeros(4)
-        """What its own equations say: inverse covariance, and that times the mean."""
+        self._recent: FloatArray = np.zeros((_NUM_RECENT, 6))
+        """Logarithms of times, batches (four columns) and weights of the latest equations."""
+        self._num_since = 0
+        """Equations since the speed was last said to have changed."""
+        self._summed: tuple[FloatArray, FloatArray] = np.zeros((4, 4)), np.zeros(4)
+        """What older ones say of the logarithms: inverse covariance, and that times the mean."""
+        self.evidence, self.is_solved = self._summed, True
+        """What all of its equations say, and whether the newest are among them."""
         self._up = self._down = 0.0
         self.mean_batch: FloatArray = np.zeros(4)
         """Of the iterations seen: 1, and the tokens and sequences of one iteration."""
-        self._solve()
+        self.believe(mean, np.asarray(np.linalg.inv(precision)))
         self.shared_iteration = _on_grid(self.log)
         """The coefficients, as `PoolEstimator.share` rounds them: equal for replicas that are not
         told apart, seconds, shape (4,)."""
 
     def believe(self, log: FloatArray, covariance: FloatArray) -> None:
         """Take what all that is known says of the logarithms."""
-        self.log, self.covariance, self._is_solved = log, covariance, True
-        self._iteration: FloatArray = np.exp(log)
+        self.log, self.covariance = np.clip(log, *_LOG_LIMITS), covariance
+        self._iteration: FloatArray = np.exp(self.log)
 
     @property
     def numbers(self) -> FloatArray:
         """All that its equations say, shape (26,)."""
-        own = self.vector, self.mean_batch, self.noise, self.num_observations
-        return np.hstack([self.information.ravel(), *own])
+        self.solve()
+        information, vector = self.evidence
+        own = vector, self.mean_batch, self.noise, self.num_observations
+        return np.hstack([information.ravel(), *own])
 
     def take_up(self, numbers: FloatArray) -> None:
         """Go on from `numbers`. Half counts: it may be another replica meanwhile."""
-        self.information, self.vector = numbers[:16].reshape(4, 4) / 2.0, numbers[16:20] / 2.0
+        self._begin_anew(numbers[:16].reshape(4, 4) / 2.0, numbers[16:20] / 2.0)
+        covariance = np.asarray(np.linalg.inv(self.prior + self._summed[0]))
+        self.believe(covariance @ (self.prior_vector + self._summed[1]), covariance)
         self.mean_batch, self.noise = numbers[20:24].copy(), float(numbers[24])
         self.num_observations = int(numbers[25])
 
@@ -138,8 +157,7 @@ class ReplicaEstimator:
             kv_tokens: Sum over those of the cached tokens that each read.
             weight: How much the equation counts: 1 for an exact one.
         """
-        if not self._is_solved:
-            self._solve()
+        self.solve()
         batch = np.array([iterations, prefill_tokens, decoded_tokens, kv_tokens])
         if not (0 <= batch.min() and 0 < batch.max() < _MOST_TOKENS):
             return
@@ -149,30 +167,24 @@ class ReplicaEstimator:
         if not 1 / _ABSURD < ratio < _ABSURD:
             return
         shares, residual = parts / predicted_s, math.log(ratio)
-        noise = self.noise**2 / weight
-        expected = float(shares @ self.covariance @ shares) + noise
-        size = abs(residual) / math.sqrt(expected)
+        expected = float(shares @ self.covariance @ shares) + self.noise**2 / weight
         if self._has_changed(residual / math.sqrt(expected + _CUSUM_NOISE**2)):
             self.num_changes += 1
-            self.noise = max(self.noise, _FIRST_NOISE)
-            self.information, self.vector = _CHANGED.copy(), _CHANGED @ self.log
-            self._solve()
+            self._begin_anew(_CHANGED, _CHANGED @ self.log)
             self.observe(time_s, iterations, prefill_tokens, decoded_tokens, kv_tokens, weight)
             return
-        keep = 1.0 - 1.0 / _MEMORY
-        precision = 1.0 / (noise * max(size / _BOUND, 1.0))
-        self.information = keep * self.information + precision * np.outer(shares, shares)
-        self.vector = keep * self.vector + precision * (residual + shares @ self.log) * shares
-        # Of a surprise, the noise has the share that the equation's own error has.
-        squared = min(residual**2, (2 * _BOUND) ** 2 * expected) * self.noise**2 / expected
-        gain = max(1.0 / (self.num_observations + 10), 0.01)
-        self.noise = min(math.sqrt((1 - gain) * self.noise**2 + gain * squared), _MOST_NOISE)
-        self.noise = max(self.noise, _LEAST_NOISE)
+        at = self._num_since % _NUM_RECENT
+        if self._num_since >= _NUM_RECENT:
+            keep = 1.0 - 1.0 / _MEMORY
+            information, vector = self._linearised(self._recent[at : at + 1])
+            self._summed = keep * self._summed[0] + information, keep * self._summed[1] + vector
+        self._recent[at] = math.log(time_s), *batch, weight
+        self._num_since += 1
         self.num_observations += 1
         self.mean_batch += max(1 / self.num_observations, 0.02) * (
             batch / max(iterations, 1.0) - self.mean_batch
         )
-        self._is_solved = False  # Solved when it is asked for, or for all replicas at once.
+        self.is_solved = False  # Solved when it is asked for, or for all replicas at once.
 
     @property
     def estimate(self) -> Estimate:
@@ -185,8 +197,7 @@ class ReplicaEstimator:
     @property
     def iteration(self) -> FloatArray:
         """The four coefficients, seconds, shape (4,)."""
-        if not self._is_solved:
-            self._solve()
+        self.solve()
         return self._iteration
 
     def slower_than(self, declared: FloatArray) -> float:
@@ -211,10 +222,49 @@ class ReplicaEstimator:
         self._up = self._down = 0.0
         return True
 
-    def _solve(self) -> None:
-        covariance = np.asarray(np.linalg.inv(self.prior + self.information))
-        log = np.clip(covariance @ (self.prior_vector + self.vector), *_LOG_LIMITS)
-        self.believe(log, covariance)
+    def _begin_anew(self, information: FloatArray, vector: FloatArray) -> None:
+        """Replace all equations by what is known of the logarithms."""
+        self._summed, self._num_since = (information, vector), 0
+        self.noise, self.is_solved = max(self.noise, _FIRST_NOISE), False
+
+    def _linearised(self, equations: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """What some equations say of the logarithms close to what is believed now."""
+        shares, residuals, roots = self._compared(equations)
+        sizes = np.abs(residuals * roots) / (_BOUND * self.noise)
+        precisions = (roots / self.noise) ** 2 / np.maximum(sizes, 1.0)
+        weighted = (shares * precisions[:, None]).T
+        return weighted @ shares, weighted @ (residuals + shares @ self.log)
+
+    def _compared(self, equations: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Shares of coefficients in predicted times, residuals, and square roots of weights."""
+        parts = equations[:, 1:5] * self._iteration
+        predicted_s = parts.sum(axis=1)
+        return (
+            parts / predicted_s[:, None], equations[:, 0] - np.log(predicted_s),
+            np.sqrt(equations[:, 5]),
+        )  # fmt: skip
+
+    def solve(self) -> None:
+        """Take account of the equations since the last time."""
+        if self.is_solved:
+            return
+        for _ in range(_MOST_STEPS):
+            information, vector = self._linearised(self._recent[: self._num_since])
+            information, vector = self._summed[0] + information, self._summed[1] + vector
+            covariance = np.asarray(np.linalg.inv(self.prior + information))
+            step = covariance @ (self.prior_vector + vector) - self.log
+            longest = float(np.abs(step).max())
+            self.believe(self.log + step / max(longest, 1.0), covariance)
+            self.evidence, self.is_solved = (information, vector), longest < _GRID / 2
+            if self.is_solved:
+                break
+        num = min(self._num_since, _NUM_RECENT)
+        if num:
+            _, residuals, roots = self._compared(self._recent[:num])
+            spread = _SPREAD_OF_MEDIAN * float(np.sort(np.abs(residuals * roots))[num // 2])
+            count, first = self._num_since, _FIRST_NOISE * _FIRST_COUNTS
+            noise = (count * spread + first) / (count + _FIRST_COUNTS)
+            self.noise = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
 
 
 class PoolEstimator:
@@ -274,8 +324,11 @@ class PoolEstimator:
         replicas = [*self._replicas.values()]
         if not replicas:
             return
-        information = np.array([replica.information for replica in replicas])
-        vectors = np.array([replica.vector for replica in replicas])[:, :, None]
+        for replica in replicas:
+            replica.solve()
+        evidence = [replica.evidence for replica in replicas]
+        information = np.array([own for own, _ in evidence])
+        vectors = np.array([vector for _, vector in evidence])[:, :, None]
         # What each says of their mean, its own deviation unknown.
         damped = np.linalg.inv(np.eye(4) + information @ _REPLICAS)
         precisions, said = damped @ information, damped @ vectors
@@ -283,11 +336,12 @@ class PoolEstimator:
         means = covariances @ (self._vector[:, None] + said.sum(axis=0) - said)
         priors = np.linalg.inv(covariances + _REPLICAS)
         covariances = np.linalg.inv(priors + information)
-        logs = np.clip(covariances @ (priors @ means + vectors), *_LOG_LIMITS)[:, :, 0]
+        logs = (covariances @ (priors @ means + vectors))[:, :, 0]
         for at, replica in enumerate(replicas):
             replica.prior, replica.prior_vector = priors[at], (priors[at] @ means[at])[:, 0]
-            replica.believe(logs[at], covariances[at])
-        self._round(replicas, logs, covariances)
+            if replica.is_solved:
+                replica.believe(logs[at], covariances[at])
+        self._round(replicas, np.array([replica.log for replica in replicas]), covariances)
 
     def _round(
         self, replicas: list[ReplicaEstimator], logs: FloatArray, covariances: FloatArray

@@ -70,7 +70,7 @@ def test_what_was_saved_is_known_again(seed):
         again = later.add(name)
         assert again.num_observations == 200
         assert error_of(again.iteration, iteration, seed) < 0.1
-        np.testing.assert_allclose(again.information, pool.add(name).information / 2)
+        np.testing.assert_allclose(again.evidence[0], pool.add(name).evidence[0] / 2)
     later.drop("one")
     assert later.add("one").num_observations == 0
 
@@ -166,7 +166,7 @@ def test_whatever_it_is_told_all_is_finite_and_positive(equations):
         assert np.isfinite(values).all()
         assert (values > 0).all()
     assert 0 < one.estimate.residual <= 1
-    assert one.information.shape == (4, 4)
+    assert one.evidence[0].shape == (4, 4)
 
 
 def test_what_is_declared_counts_until_answers_say_otherwise():
