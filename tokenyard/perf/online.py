@@ -61,6 +61,8 @@ _TIMES_FULL = 8
 """Times that something must wait while as many run as ever, before that counts as the limit."""
 _FEWEST_ITERATIONS, _SHORTEST_S = 8, 0.25
 """Of the stretch of a stream that makes an equation; it is four times as long later on."""
+_FIRST_BURST_S, _LONGEST_BURST_S = 1e-3, 0.02
+"""In which the tokens of one iteration come, for all its sequences: a quarter of an iteration."""
 _MANY = 50
 """Equations after which they come more slowly."""
 _WHOLE_EVERY_S = 0.1
@@ -406,7 +408,8 @@ class AnswerMeter:
     """Counts the tokens of all answers of a replica, and makes equations for its estimator.
 
     One stream at a time is the clock: from one of its tokens to a later one there were as many
-    iterations as it got tokens. A token of another costs two additions. An answer that comes as a
+    iterations as it got tokens. Those of others that come right after either are of the same
+    iteration. A token of another costs two additions. An answer that comes as a
     whole makes an equation of its own, with the mean number in flight meanwhile. Equations are
     only noted here, where requests pass; `settle` solves them.
     """
@@ -429,7 +432,11 @@ class AnswerMeter:
         self._probe, self._alone = "", ""
         """The stream that is the clock, and the request that its replica was idle for."""
         self._iterations = 0
-        self._since = 0.0, 0.0, 0.0, 0.0
+        self._since: tuple[float, ...] = ()
+        """When its stretch began, and the tokens of all until then: prefilled, decoded, KV."""
+        self._edge_s, self._burst_s = 0.0, _FIRST_BURST_S
+        """When the stretch has ended, until all tokens of that iteration have come; 0: it has not.
+        And how long those take to come."""
         self._held, self._whole_s = 0.0, -math.inf
         self._equations: deque[tuple[float, ...]] = deque(maxlen=_MOST_NOTED)
         self._settled: deque[tuple[float, ...]] = deque(maxlen=_MOST_NOTED)
@@ -450,6 +457,8 @@ class AnswerMeter:
 
         `computed` are the tokens of its prompt that were not cached, `context` all of them.
         """
+        if self._edge_s and self._clock_s() - self._edge_s > self._burst_s:
+            self._end_stretch()
         if not num_before:
             num_new -= 1
             self._prefilled += computed
@@ -465,21 +474,23 @@ class AnswerMeter:
             if self._unseen:
                 self._decoded += num_new * len(self._unseen)
                 self._kv += num_new * sum(self._unseen.values())
-            if self._iterations < _FEWEST_ITERATIONS:
+            if self._iterations < _FEWEST_ITERATIONS or self._edge_s:
                 return
-        elif self._probe:
-            return
-        now_s = self._clock_s()
-        if self._probe:
-            since_s, prefilled, decoded, kv = self._since
             shortest_s = _SHORTEST_S * (4 if self.estimator.num_observations > _MANY else 1)
-            if now_s - since_s < shortest_s:
-                return
-            tokens = self._prefilled - prefilled, self._decoded - decoded, self._kv - kv
-            scaled = [self.times_own * number for number in tokens]
-            self._equations.append((now_s - since_s, self._iterations, *scaled))
-        self._probe, self._iterations = request_id, 0
-        self._since = now_s, self._prefilled, self._decoded, self._kv
+            if (now_s := self._clock_s()) - self._since[0] >= shortest_s:
+                self._edge_s = now_s
+        elif not self._probe:
+            self._probe, self._since, self._edge_s = request_id, (), self._clock_s()
+
+    def _end_stretch(self) -> None:
+        """Make an equation of the stretch that has ended, and begin the next."""
+        edge_s, tokens = self._edge_s, (self._prefilled, self._decoded, self._kv)
+        if self._since:
+            time_s, before = edge_s - self._since[0], self._since[1:]
+            new = [self.times_own * (now - then) for now, then in zip(tokens, before, strict=True)]
+            self._equations.append((time_s, self._iterations, *new))
+            self._burst_s = min(time_s / self._iterations / 4, _LONGEST_BURST_S)
+        self._since, self._iterations, self._edge_s = (edge_s, *tokens), 0, 0.0
 
     def receive_unseen(self, request_id: str, computed: float, context: float) -> None:
         """Note a stream that goes elsewhere, and has begun: it gets a token in each iteration."""
@@ -520,7 +531,7 @@ class AnswerMeter:
         if self._alone == request_id:
             self._alone = ""
         if self._probe == request_id:
-            self._probe = ""
+            self._probe, self._edge_s = "", 0.0
 
     def settle(self) -> None:
         """Give the estimator the equations that were noted."""

@@ -230,6 +230,18 @@ def some_jobs(rng, num, rate_per_s):
     return [Job(at, int(rng.integers(50, 1500)), int(rng.integers(20, 200))) for at in times]
 
 
+def test_an_engine_on_a_cpu_gains_nothing_from_batches_and_that_is_found():
+    """As measured of llama.cpp: a sequence costs 300 times as much as nothing known would say."""
+    engine = Engine(2e-3, 8e-3, 1.5e-2, 0.0, 4, 2048, 4, 3_000, 0, 1000)
+    rng = np.random.default_rng(3)
+    times = np.cumsum(rng.exponential(0.8, 150)).tolist()
+    jobs = [Job(at, int(rng.integers(5, 150)), int(rng.integers(2, 30))) for at in times]
+    estimator, _ = metered(engine, jobs, streams=True)
+    for running in (1, 2, 4):
+        batch = np.array([1, 0, running, running * 80])
+        assert estimator.iteration @ batch == pytest.approx(engine.a + running * engine.c, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("streams", "gateways", "most"), [(True, 1, 0.06), (True, 4, 0.06), (False, 1, 0.15)]
 )
