@@ -185,8 +185,8 @@ def learn(url, args, scratch, console):
     The rate grows by steps, so that a first estimate that is too high does no harm.
     """
     rate = 0.5
-    for number, policy in enumerate(["round_robin"] * 2 + ["marginal_delay"] * (_STEPS - 2)):
-        options = {"rate": rate, "compare": policy, "duration_s": args.learn_s / _STEPS}
+    for number in range(_STEPS):
+        options = {"rate": rate, "compare": "least_loaded", "duration_s": args.learn_s / _STEPS}
         measured, _ = play(url, console, seed=args.seed + 1000 + number, **options)
         path, sent = estimated(url, scratch, console), measured.sent[0]
         rate = min(rate_at(0.7, path, sent), 1.6 * rate)

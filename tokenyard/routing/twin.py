@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import mean
 
+import numpy as np
+
 from tokenyard.evaluation import run_all
 from tokenyard.problem import Runner
 from tokenyard.routing.evaluation import mean_summary
@@ -17,12 +19,24 @@ from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource
+from tokenyard.types import FloatArray
+from tokenyard.workload.answer_lengths import AnswerFeatures, AnswerLengths
 from tokenyard.workload.trace import Trace
 
 _STANDS_FOR = {"ray_default": "power_of_two"}
 """Live policies that the simulator knows by another name."""
 _COPIES = 10
 """Runs of every policy: those that draw by themselves differ from run to run."""
+
+
+def learned_sizes(trace: Trace) -> FloatArray:
+    """Prompts and expected answers, tokens, shape (num_requests,): as a gateway learns them."""
+    lengths, prior_tokens = AnswerLengths(), float(trace.generated_tokens.mean())
+    features = [AnswerFeatures(prompt) for prompt in trace.context_tokens.tolist()]
+    for request, tokens in zip(features, trace.generated_tokens.tolist(), strict=True):
+        lengths.observe(request, tokens, prior_tokens, 0.0)
+    expected = [lengths.expected_tokens(request, prior_tokens) for request in features]
+    return trace.context_tokens + np.array(expected)
 
 
 @dataclass(frozen=True)
@@ -61,7 +75,7 @@ def simulate(
         ValueError: A policy is unknown or does not fit the replicas.
     """
     known_as = scenario.without_reward().model_copy(update={"name": policies_of})
-    stream = StreamSource(scenario).encode(trace)
+    stream = StreamSource(scenario).encode(trace, predicted_total=learned_sizes(trace))
     streams = StreamSet([stream] * _COPIES, "what was sent")
     runs_of = run_all(runners(scenario, policies_of, policies), known_as, streams, seed)
     return {name: mean_summary(known_as, runs) for name, runs in runs_of.items()}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tokenyard.routing.scenario import load_scenario
-from tokenyard.routing.twin import agreement, simulate
+from tokenyard.routing.twin import agreement, learned_sizes, simulate
 from tokenyard.workload.trace import Trace
 
 POLICIES = ["ray_default", "sed", "power_of_two"]
@@ -32,6 +32,16 @@ def test_rules_are_those_of_the_scenario_that_is_served(sent):
     with pytest.raises(ValueError, match="mine"):
         simulate(own, "mine", sent, ["tuned_marginal_delay"], seed=1)
     assert simulate(own, "emulated", sent, ["tuned_marginal_delay"], seed=1)
+
+
+def test_policies_are_told_lengths_of_the_traffic_that_was_sent(sent):
+    """A small model's answers have nothing to do with the scenario's conversations."""
+    answers = learned_sizes(sent) - sent.context_tokens
+    assert answers.mean() == pytest.approx(sent.generated_tokens.mean(), rel=0.1)
+    scenario = load_scenario("emulated")
+    # Told of 200 tokens each, the rule would leave slow replicas idle however long others wait.
+    found = simulate(scenario, scenario.name, sent, ["marginal_delay", "least_loaded"], seed=1)
+    assert found["marginal_delay"]["mean_response_s"] < found["least_loaded"]["mean_response_s"]
 
 
 def test_agreement_tells_errors_and_orders():

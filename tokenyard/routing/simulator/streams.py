@@ -132,7 +132,10 @@ class StreamSource:
         """Draw one synthetic stream at `load_factor` times the scenario's arrival rate."""
         return self.encode(self._draw(num_requests, rng, load_factor), rng)
 
-    def encode(self, trace: Trace, rng: np.random.Generator | None = None) -> Stream:
+    def encode(
+        self, trace: Trace, rng: np.random.Generator | None = None,
+        predicted_total: FloatArray | None = None,
+    ) -> Stream:  # fmt: skip
         """Lay a trace out as a stream.
 
         The time of the trace is taken as it is. Its calendar is kept only where the scenario's
@@ -142,10 +145,12 @@ class StreamSource:
             trace: Requests.
             rng: Draws what no trace tells of a fleet: classes, routers, failures. None: the same
                 for every trace.
+            predicted_total: What the router is told of sizes, tokens, shape (num_requests,); None:
+                what the scenario says.
         """
         return server_model(self.scenario).encode(
             trace,
-            self._predicted(trace),
+            self._predicted(trace) if predicted_total is None else predicted_total,
             squash(self.scaler.transform(self._features(trace))),
             rng or stream_rng(0, "evaluation"),
         )
