@@ -1,5 +1,7 @@
 """A router that learns the speeds of its replicas from nothing, beside one that was told them.
 
+    PYTHONPATH=.:tests python -m slow.cold_start --sizes 4 16 --draws 45 --minutes 35
+
 Each draw is a fleet whose speeds differ by up to 8 : 1, at load 0.7. The same requests are placed
 by the same rule with the true speeds, with those that are learned (`tokenyard.perf.online`), and by
 least load.
@@ -7,9 +9,14 @@ least load.
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
+import tyro
+from rich.console import Console
 
 from tokenyard.perf.online import BatchLimitEstimator, PoolEstimator
 from tokenyard.problem import Row
@@ -233,3 +240,52 @@ def compare(draw: int, replicas: int, minutes: int, event: Event) -> list[Row]:
         for one in range(minutes)
         if (minute == one).any()
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args:
+    """Print how much longer means over draws are with what is learned, in percent."""
+
+    sizes: tuple[int, ...] = (4,)
+    """Replicas of a fleet."""
+    draws: int = 6
+    """Fleets of each size."""
+    minutes: int = 12
+    event: Event = "none"
+    """What happens after ten minutes."""
+    processes: int = 2
+
+
+def main(args: Args) -> None:
+    """Play all draws, and print each stretch of time beside the true speeds and least load."""
+    console = Console(highlight=False, markup=False, width=160)
+    for size in args.sizes:
+        play_draw = partial(compare, replicas=size, minutes=args.minutes, event=args.event)
+        with ProcessPoolExecutor(args.processes) as pool:
+            draws = list(pool.map(play_draw, range(args.draws)))
+        stretches = [(0, 1), *((first, first + 5) for first in range(5, args.minutes - 4, 5))]
+        for first, end in stretches:
+            told = [_excess(rows, "told", first, end) for rows in draws]
+            load = np.mean([_excess(rows, "least_loaded", first, end) for rows in draws])
+            console.print(
+                f"{size} replicas, {args.draws} fleets, minutes {first}-{end}: to the true speeds "
+                f"{np.mean(told):+.1f} [{max(told):+.1f}], to least load {load:+.1f}"
+            )  # fmt: skip
+        worst = max(
+            float(np.mean([_excess(rows, "least_loaded", minute, minute + 1) for rows in draws]))
+            for minute in range(min(args.minutes, 30))
+        )
+        console.print(f"{size} replicas: worst minute to least load {worst:+.1f}")
+
+
+def _excess(rows: list[Row], rule: str, first: int, end: int) -> float:
+    """Mean response with what is learned over that of a rule, in percent beyond it."""
+    chosen = [row for row in rows if first <= row["minute"] < end]
+    learned, other = (
+        sum(row[f"{name}_mean_s"] * row["requests"] for row in chosen) for name in ("learned", rule)
+    )
+    return 100.0 * float(learned / other - 1.0)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
