@@ -34,9 +34,9 @@ from serve_app.gateway.decision_record import Pick
 from serve_app.gateway.endpoint_speed import EndpointSpeed
 from serve_app.gateway.exchange import Attempt, Call, Headers, InferenceRequest
 from serve_app.gateway.gateway import Gateway
-from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
+from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable, learn_speeds
 from serve_app.policy.manager import PolicyManager
-from tokenyard.perf.online import PoolEstimator, ReplicaEstimator
+from tokenyard.perf.online import PoolEstimator
 from tokenyard.problem import Row
 from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.artifact import DEFAULT_RULE
@@ -92,7 +92,7 @@ class Fleet:
     def __init__(self, args: Args, scenario: Scenario, num_replicas: int, estimated: bool) -> None:
         self.name = "fleet"
         self._pool = PoolEstimator() if estimated else None
-        self._speeds: list[tuple[ReplicaState, EndpointSpeed, ReplicaEstimator]] = []
+        self._speeds: list[tuple[ReplicaState, EndpointSpeed]] = []
         self._num_refreshed = 0
         kinds = scenario.required_fleet.replicas
         self._profiles = [_profile(kinds[i % len(kinds)]) for i in range(num_replicas)]
@@ -107,19 +107,16 @@ class Fleet:
                 name = f"replica-{number}"
                 state = table.add(name, self.name, profile, self._block_tokens, now_s)
                 if self._pool is not None:
-                    estimator = self._pool.add(name)
-                    speed = EndpointSpeed(name, _pool(profile), estimator)
-                    state.speed, state.in_flight.meter = speed, speed.meter
-                    self._speeds.append((state, speed, estimator))
+                    speed = EndpointSpeed.of_replica(name, self.name, profile, self._pool)
+                    state.estimate_with(speed)
+                    self._speeds.append((state, speed))
             self._added = True
         self._num_refreshed += 1
         if self._pool is not None and self._num_refreshed % LEARN_EVERY == 0:
-            for state, _, estimator in self._speeds:
+            for state, speed in self._speeds:
                 takes_s = 20 * state.profile.iteration_s * self._rng.uniform(0.8, 1.25)
-                estimator.observe(takes_s, 20, 1000, 200, 100_000)
-            self._pool.share()
-            for state, speed, _ in self._speeds:
-                state.learn(speed.estimate())
+                speed.meter.estimator.observe(takes_s, 20, 1000, 200, 100_000)
+            learn_speeds(table.replicas.values(), self._pool)
         for _ in range(PUBLISHED_PER_DECISION):
             number = self._next % len(self._profiles)
             state = table.replicas[f"replica-{number}"]

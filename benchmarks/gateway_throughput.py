@@ -196,7 +196,7 @@ class PacedEngine(Engine):
 
     def stats(self) -> EngineStats:
         """Tell how many are running."""
-        return EngineStats(0, len(self._running), 0.0, 150_000.0, 0, 0.02, len(self._running))
+        return EngineStats(0, len(self._running), 0.0, 150_000.0, 0)
 
     async def check_health(self) -> None:
         """Be well."""

@@ -5,7 +5,7 @@
     python pipelines/calibrate.py --iterations FILE  the profile of your own engine instead
     python pipelines/calibrate.py --url http://127.0.0.1:8000 --out mine.yaml
         a scenario of the replicas behind a running gateway, with the profiles that it has of them,
-        measured or declared, or of vLLM's replicas by a Prometheus server: simulate them
+        estimated or declared, or of vLLM's replicas by a Prometheus server: simulate them
         (evaluate.py --scenario mine.yaml), train a policy for them (train.py --fleet mine.yaml)
 
 FILE has the columns prefill_tokens, decoding_sequences, kv_tokens and time_s, one iteration a row.

@@ -43,7 +43,7 @@ class EngineProfile(EngineSpeed):
 
     max_batch: Annotated[int, Field(ge=1)]
     token_budget: Annotated[int, Field(ge=1)]
-    source: Literal["declared", "estimated", "measured"] = "declared"
+    source: Literal["declared", "estimated"] = "declared"
 
     def slot_tokens_per_s(self, context_tokens: float, generated_tokens: float) -> float:
         """Full speed over `max_batch`, for requests of these mean lengths, tokens per second."""
@@ -132,7 +132,7 @@ class Pool(FrozenModel):
     """Tokens of one block of the engine's prefix cache; 0: it has none. A `sharded` engine has 32,
     unless its `prefix_caching` is off; of others nothing is known."""
     profile: EngineProfile | None = None
-    """Declared speed; None: measured when the replica starts."""
+    """What is believed of their speed until their answers show it; None: nothing."""
     deadlines: Deadlines = _OWN_DEADLINES
     """How long a replica may take; where none are given, 600 s for its first token, and from one
     to the next."""

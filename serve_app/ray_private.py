@@ -15,7 +15,6 @@ from ray import serve
 from ray._private import services
 from ray._private.grpc_utils import init_grpc_channel
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
-from ray.experimental import internal_kv
 from ray.serve import Application
 from ray.serve._private.common import (
     DeploymentHandleSource,
@@ -36,8 +35,6 @@ __all__ = [
     "RequestMetadata",
     "check_alive",
     "choose_replica",
-    "get_value",
-    "put_value",
     "run_application",
     "scale_deployment",
     "watch",
@@ -46,8 +43,6 @@ __all__ = [
 CHECKED_WITH = "2.60.0"
 """Ray's version. Its base router's `_choose_replica_for_request` and `_replicas_list`, which
 `serve_app.router` replaces and reads, are private too."""
-
-_NAMESPACE = b"tokenyard-speed"
 """Namespace of our keys in the cluster's key-value store."""
 
 
@@ -128,14 +123,3 @@ def scale_deployment(application: str, deployment: str, count: int) -> None:
     controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     target = DeploymentID(deployment, application)
     ray.get(controller.update_deployment_replicas.remote(target, count))
-
-
-def put_value(key: bytes, value: str) -> None:
-    """Keep a text in the cluster's key-value store."""
-    internal_kv._internal_kv_put(key, value, namespace=_NAMESPACE)
-
-
-def get_value(key: bytes) -> bytes | None:
-    """Return what is kept under a key; None: nothing."""
-    value: bytes | None = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
-    return value

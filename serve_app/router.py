@@ -26,7 +26,7 @@ from serve_app.cluster import Cluster, ExternalPool, Limits
 from serve_app.engines.base import EngineStatus
 from serve_app.engines.tokenizer import EstimatingTokenizer, plain_chat
 from serve_app.gateway import router_registry
-from serve_app.gateway.backends import profile_of, status_of
+from serve_app.gateway.backends import status_of
 from serve_app.gateway.clocks import RemoteClocks
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.delivery import Delivery
@@ -135,8 +135,8 @@ class PolicyRequestRouter(RequestRouter):
     ) -> None:
         """Make the policy, with settings as `serve_app.cluster.Cluster` has them.
 
-        `profile` is what is believed of the speed of replicas that publish none, until their
-        streams show it. `decision_log` is a folder on the machine of whoever holds a handle.
+        `profile` is what is believed of the speed of replicas until their streams show it.
+        `decision_log` is a folder on the machine of whoever holds a handle.
 
         Raises:
             ValueError: One of them is not what it should be.
@@ -321,31 +321,26 @@ class _Replicas(Backend):
         self._seen, self._look_at_s = replicas, now_s + _LOOK_EVERY_S
         by_id = {replica.replica_id.unique_id: replica for replica in replicas}
         gone = table.replicas.keys() - by_id.keys()
-        for name in [gone_id for gone_id in gone if table.replicas[gone_id].speed is not None]:
+        for name in gone:
             self._estimator.drop(name)
         table.keep(self.name, by_id)
         self._clocks.keep(by_id)
         for name, replica in by_id.items():
-            state = table.replicas.get(name) or self._add(name, replica, table, now_s)
+            state = table.replicas.get(name) or self._add(name, table, now_s)
             status = status_of(replica)
             if status is not None:
                 status = self._clocks.to_ours(name, status, now_s)
-            elif state.speed is not None:
+            else:
                 held = min(state.in_flight.held_tokens / state.profile.kv_capacity_tokens, 1.0)
                 status = EngineStatus(0, state.in_flight.count, held, now_s)
-            if status is not None:
-                state.publish(status)
+            state.publish(status)
         if now_s >= self._share_at_s:
             self._share_at_s = now_s + SHARE_EVERY_S
             learn_speeds(table.replicas.values(), self._estimator)
 
-    def _add(
-        self, name: str, replica: RunningReplica, table: ReplicaTable, now_s: float
-    ) -> ReplicaState:
-        blocks, profile = self._pool.prefix_block_tokens, profile_of(replica)
-        if profile is not None:
-            return table.add(name, self.name, profile, blocks, now_s)
-        speed = EndpointSpeed(name, self._pool, self._estimator.add(name))
+    def _add(self, name: str, table: ReplicaTable, now_s: float) -> ReplicaState:
+        speed = EndpointSpeed.of_endpoint(name, self._pool, self._estimator)
+        blocks = self._pool.prefix_block_tokens
         state = table.add(name, self.name, speed.profile, blocks, now_s)
         state.estimate_with(speed)
         return state

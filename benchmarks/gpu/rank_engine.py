@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ class NotingManager(rank.LockstepManager):
         num_batches = self.current_batch
         going_on = super()._generation_loop_body(batch_processor, bootstrapping)
         if self.current_batch > num_batches:
-            self.iterations.append((*self._computed, self._last_batch_s))
+            self.iterations.append((*self._computed, time.perf_counter() - self._begun_s))
         return going_on
 
 

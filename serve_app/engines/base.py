@@ -7,7 +7,6 @@ engine is one replica: data parallelism is several of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -104,10 +103,6 @@ class EngineStats:
     kv_capacity_tokens: float
     """Tokens whose keys and values fit."""
     num_preemptions: int
-    last_batch_s: float
-    """How long the last iteration took; NaN before the first."""
-    last_batch_size: int
-    """Sequences in it."""
     accepting: bool = True
     """Whether it takes requests: not while what died is being replaced."""
 
@@ -117,7 +112,7 @@ class EngineStats:
         return self.num_running if self.num_waiting and self.num_running else None
 
 
-IDLE = EngineStats(0, 0, 0.0, 0.0, 0, math.nan, 0)
+IDLE = EngineStats(0, 0, 0.0, 0.0, 0)
 """Of an engine that has done nothing yet."""
 
 

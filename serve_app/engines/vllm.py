@@ -8,8 +8,6 @@ placement group of the caller.
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -163,25 +161,18 @@ class _Gauge:
     """The latest counts of vLLM's scheduler."""
 
     def __init__(self) -> None:
-        self.stats, self._last_s = IDLE, math.nan
+        self.stats = IDLE
 
     def note(self, scheduler: Any, iteration: Any) -> None:
-        """Take the counts of one iteration; its time is the gap to the one before it."""
-        stats, now_s = self.stats, time.perf_counter()
+        """Take the counts of one iteration."""
         if scheduler is not None:
-            # The first one after a pause would count the pause.
-            batch_s = now_s - self._last_s if stats.num_running else stats.last_batch_s
-            stats = replace(
-                stats, num_running=scheduler.num_running_reqs,
-                num_waiting=scheduler.num_waiting_reqs,
-                kv_used_fraction=scheduler.kv_cache_usage, last_batch_s=batch_s,
+            self.stats = replace(
+                self.stats, num_running=scheduler.num_running_reqs,
+                num_waiting=scheduler.num_waiting_reqs, kv_used_fraction=scheduler.kv_cache_usage,
             )  # fmt: skip
-            self._last_s = now_s
         if iteration is not None:
-            num_preemptions = stats.num_preemptions + iteration.num_preempted_reqs
-            size = iteration.num_generation_tokens
-            stats = replace(stats, num_preemptions=num_preemptions, last_batch_size=size)
-        self.stats = stats
+            num_preemptions = self.stats.num_preemptions + iteration.num_preempted_reqs
+            self.stats = replace(self.stats, num_preemptions=num_preemptions)
 
 
 def _sampling_params(sampling: Sampling) -> Any:

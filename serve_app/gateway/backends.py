@@ -16,6 +16,7 @@ from serve_app.endpoints import KvEvents
 from serve_app.engines.base import EngineStatus
 from serve_app.engines.tokenizer import Tokenizer, load_tokenizer
 from serve_app.gateway.clocks import RemoteClocks
+from serve_app.gateway.endpoint_speed import SHARE_EVERY_S, EndpointSpeed
 from serve_app.gateway.engine_wire import PROGRESS, STATUS_HEADER, write_generation
 from serve_app.gateway.exchange import Attempt, Backend
 from serve_app.gateway.external import ExternalBackend
@@ -30,10 +31,11 @@ from serve_app.gateway.generation import ReplicaFailed, ReplicaFull, ReplicaRefu
 from serve_app.gateway.host_metrics import HOST_PREFIXES
 from serve_app.gateway.kv_events import EventSubscriber
 from serve_app.gateway.metrics import Metrics
-from serve_app.gateway.replicas import ReplicaTable
+from serve_app.gateway.replicas import ReplicaTable, learn_speeds
 from serve_app.gateway.router_registry import ROUTERS
 from serve_app.gateway.sse import PEEK_BYTES, ErrorEvent, peek_whole
 from serve_app.gateway.upstream import Connection, Origin
+from tokenyard.perf.online import PoolEstimator
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -105,20 +107,29 @@ class ServeBackend(Backend):
         self._endpoints: dict[str, EndpointAsRayReplica] = {}
         self._subscribers: dict[str, EventSubscriber] = {}
         """Of replicas that publish block events, by their ids."""
-        self._clocks = RemoteClocks()
+        declared = pool.profile or pool.config.emulates
+        self._estimator = PoolEstimator(None if declared is None else declared.iteration)
+        self._clocks, self._share_at_s = RemoteClocks(), 0.0
         self._forwarder = _EngineForwarder(f"a replica of pool {self.name!r}", pool.deadlines)
 
     def refresh(self, table: ReplicaTable, now_s: float) -> None:
-        """Take over the changes that Serve's router has received."""
+        """Take over the changes that Serve's router has received, and what is learned of speeds."""
         router = ROUTERS.get((self._app_name, self.name))
-        if router is None or router.version == self._seen_version:
-            return
+        if router is not None and router.version != self._seen_version:
+            self._look_at_all(router, table, now_s)
+        if now_s >= self._share_at_s:
+            self._share_at_s = now_s + SHARE_EVERY_S
+            states = [state for state in table.replicas.values() if state.pool == self.name]
+            learn_speeds(states, self._estimator)
+
+    def _look_at_all(self, router: Any, table: ReplicaTable, now_s: float) -> None:
         self._seen_version = router.version
         live = {replica.replica_id.unique_id: replica for replica in router.live}
         for replica_id, replica in live.items():
             self._look_at(replica_id, replica, table, now_s)
         for replica_id in self._endpoints.keys() - live.keys():
             del self._endpoints[replica_id]
+            self._estimator.drop(replica_id)
             if replica_id in self._subscribers:
                 self._subscribers.pop(replica_id).stop()
         self._clocks.keep(live)
@@ -137,13 +148,21 @@ class ServeBackend(Backend):
             )
         state = table.replicas.get(replica_id)
         if state is None:
+            speed = EndpointSpeed.of_replica(replica_id, self.name, profile, self._estimator)
             state = table.add(replica_id, self.name, profile, self._pool.prefix_block_tokens, now_s)
+            state.estimate_with(speed)
             if (published := metadata.get("kv_events")) is not None and state.block_tokens:
                 subscriber = EventSubscriber(KvEvents(**published), "", state)
                 self._subscribers[replica_id] = subscriber
         status = status_of(replica)
         if status is not None:
-            state.publish(self._clocks.to_ours(replica_id, status, now_s))
+            ours = self._clocks.to_ours(replica_id, status, now_s)
+            state.publish(ours)
+            if state.speed is not None:
+                num_own = state.in_flight.count_at(ours.observed_at_s)
+                state.speed.compare(
+                    status.num_waiting, status.num_running, status.kv_used_fraction, num_own
+                )
             self._endpoints[replica_id].status = status
 
     def ray_replicas(self) -> tuple[Any, ...]:

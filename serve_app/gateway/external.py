@@ -230,7 +230,7 @@ class ExternalBackend(Backend):
         news, self._news = self._news, {}
         for url, endpoint in news.items():
             if endpoint.state is None:
-                speed = EndpointSpeed(url, self.settings, self.estimator.add(url))
+                speed = EndpointSpeed.of_endpoint(url, self.settings, self.estimator)
                 size = self.settings.prefix_block_tokens
                 endpoint.state = table.add(url, self.name, speed.profile, size, now_s)
                 endpoint.state.estimate_with(speed)

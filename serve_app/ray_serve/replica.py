@@ -13,10 +13,9 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from serve_app.cluster import Cluster, Limits, Pool
+from serve_app.cluster import Cluster, EngineProfile, Limits, Pool
 from serve_app.engine_config import EngineConfig
-from serve_app.engines.base import Engine, EngineError, longest_tokens
-from serve_app.engines.profiling import start_and_measure
+from serve_app.engines.base import Engine, EngineError, Sampling, longest_tokens
 from serve_app.engines.sharded.engine import rank_bundles
 from serve_app.engines.texts import TextEngine
 from serve_app.engines.tokenizer import load_tokenizer
@@ -26,6 +25,8 @@ from serve_app.gateway.host_metrics import HostMetrics
 from serve_app.gateway.upstream import url_of
 from serve_app.http.engine_api import create_engine_api
 from serve_app.http.listener import Listener
+from tokenyard.perf.online import GENERIC_ITERATION
+from tokenyard.routing.fleet import IterationSpeed
 
 ENGINES = {
     "sharded": "serve_app.engines.sharded.engine:ShardedEngine",
@@ -40,13 +41,16 @@ class EngineReplica:
     """Holds one engine, which listens itself; Ray Serve keeps it alive and tells where it is."""
 
     async def __init__(self, pool: Pool, limits: Limits) -> None:  # type: ignore[misc]
-        """Start the engine, learn how fast it is, and listen."""
+        """Start the engine, and listen."""
         self._pool = pool
         self._engine = engine_class(pool)(pool.config)
         # Both take seconds, in different processes.
         loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, pool.config.model))
-        self._profile = await start_and_measure(self._engine, pool, loading)
+        await self._engine.start()
         tokenizer = await loading
+        async for _ in self._engine.generate("first", [0] * 4, Sampling(1, ignore_eos=True)):
+            pass  # What an engine does once for all is not for the first caller to wait for.
+        self._profile = _profile_of(pool, self._engine.stats().kv_capacity_tokens)
         self._host = HostMetrics()
         config = pool.config
         self._texts = TextEngine(
@@ -83,13 +87,11 @@ class EngineReplica:
         return {
             **asdict(status),
             "num_preemptions": stats.num_preemptions,
-            "last_batch_s": stats.last_batch_s,
-            "last_batch_size": stats.last_batch_size,
             **self._host.read(status.observed_at_s),
         }
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Publish what never changes: the pool, the speed, and how to ask."""
+        """Publish what never changes: the pool, what is known of its speed, and how to ask."""
         return {
             "pool": self._pool.name,
             "profile": self._profile.model_dump(),
@@ -103,6 +105,20 @@ class EngineReplica:
         await self._texts.drain()
         await self._listener.stop()
         await self._engine.stop()
+
+
+def _profile_of(pool: Pool, kv_capacity_tokens: float) -> EngineProfile:
+    """What is known of a replica before it has answered anything."""
+    if pool.profile is not None:
+        return pool.profile
+    config, emulates = pool.config, pool.config.emulates
+    iteration = GENERIC_ITERATION if emulates is None else emulates.iteration
+    return EngineProfile(
+        **dict(zip(IterationSpeed.model_fields, iteration.tolist(), strict=True)),
+        max_batch=config.max_batch, token_budget=config.token_budget,
+        kv_capacity_tokens=max(kv_capacity_tokens, 1.0),
+        source="estimated" if emulates is None else "declared",
+    )  # fmt: skip
 
 
 def _of_replica(limits: Limits) -> Limits:

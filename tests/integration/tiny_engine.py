@@ -1,9 +1,7 @@
 """A real but tiny engine: it batches, takes time, forgets on request, and repeats its prompt."""
 
 import asyncio
-import math
 import os
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,7 +36,6 @@ class TinyEngine:
         self._running: list[_Request] = []
         self._by_id: dict[str, _Request] = {}
         self._generation = asyncio.Event()
-        self._last = (math.nan, 0)
         self.num_aborted = 0
 
     async def start(self) -> None:
@@ -78,8 +75,6 @@ class TinyEngine:
             kv_used_fraction=min(held / KV_TOKENS, 1.0),
             kv_capacity_tokens=KV_TOKENS,
             num_preemptions=self.num_aborted,  # Seen by tests: nothing is ever preempted here.
-            last_batch_s=self._last[0],
-            last_batch_size=self._last[1],
         )
 
     async def check_health(self):
@@ -107,9 +102,7 @@ class TinyEngine:
                 self._generation.clear()
                 await self._generation.wait()
                 continue
-            started_s = time.perf_counter()
             await asyncio.sleep(ITERATION_S + SEQUENCE_S * len(self._running))
-            self._last = (time.perf_counter() - started_s, len(self._running))
             for request in list(self._running):
                 self._step(request)
 

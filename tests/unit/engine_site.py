@@ -1,7 +1,6 @@
 """Engines of ours on real sockets, and a gateway before them; only Ray is left out."""
 
 import asyncio
-import math
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
 
@@ -64,7 +63,7 @@ class Repeater:
         self.running.pop(request_id, None)
 
     def stats(self):
-        return EngineStats(0, len(self.running), 0.25, self.longest, 0, math.nan, 0)
+        return EngineStats(0, len(self.running), 0.25, self.longest, 0)
 
     async def drain(self):
         while self.running:

@@ -401,7 +401,6 @@ class LockstepManager(ContinuousBatchingManager):
             self._wake_up_loop = _ImmediateFuture()
         self._stage, self._first_layer = _stage_config(model, config)
         self._has_events = config.kv_events and self.is_tp_driver
-        self._last_batch_s, self._last_batch_size = math.nan, 0
         self._pace = None
         if config.emulates is not None and self.is_tp_driver:  # The others wait for rank 0 anyway.
             self._pace = Pace(config.emulates.iteration)
@@ -507,12 +506,8 @@ class LockstepManager(ContinuousBatchingManager):
     def _generation_loop_body(
         self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool
     ) -> bool:
-        num_batches = self.current_batch
         self._begun_s = self._pace.begin() if self._pace else time.perf_counter()
         going_on: bool = super()._generation_loop_body(batch_processor, bootstrapping)
-        if self.current_batch > num_batches:
-            self._last_batch_s = time.perf_counter() - self._begun_s
-            self._last_batch_size = len(batch_processor.inputs_and_outputs.requests_in_batch)
         if self.is_tp_driver:
             blocks = batch_processor.cache.take_events() if self._has_events else []
             self._outbox.publish(self._stats(batch_processor), blocks)
@@ -534,8 +529,6 @@ class LockstepManager(ContinuousBatchingManager):
             kv_used_fraction=1 - cache.compute_free_capacity(),
             kv_capacity_tokens=self.limits.kv_capacity_tokens,
             num_preemptions=scheduler.num_preemptions,
-            last_batch_s=self._last_batch_s,
-            last_batch_size=self._last_batch_size,
         )
 
 

@@ -132,7 +132,7 @@ def test_a_file_of_iterations_that_is_not_there_ends_with_a_sentence(tmp_path):
 
 PROFILE = {
     "iteration_s": 0.05, "prefill_token_s": 0.001, "sequence_s": 0.01, "kv_token_s": 0.0,
-    "max_batch": 4, "token_budget": 64, "kv_capacity_tokens": 20000.0, "source": "measured",
+    "max_batch": 4, "token_budget": 64, "kv_capacity_tokens": 20000.0, "source": "estimated",
 }  # fmt: skip
 
 
@@ -176,7 +176,7 @@ def test_replicas_behind_a_gateway_become_a_scenario_that_can_be_simulated(gatew
     assert scenario.fleet.replicas[0].iteration.tolist() == [0.02, 0.001, 0.01, 0.0]
     assert scenario.workload == load_scenario(args.scenario).workload
     assert scenario.fleet.classes == Fleet.model_fields["classes"].default, "none was told"
-    assert "Profiles of replicas: 3 as measured." in scenario.description
+    assert "Profiles of replicas: 3 as estimated." in scenario.description
     assert "as no other is told" in scenario.description
     assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 3
     sim = make_simulator(scenario, 1, 50)
@@ -215,7 +215,7 @@ def test_one_model_of_several_is_asked_for_and_taken_with_its_profiles_and_the_c
     ]
     assert scenario.slo_response_s == 30.0
     told = capsys.readouterr().out
-    assert "Profiles of replicas: 1 as declared and 1 as measured." in told
+    assert "Profiles of replicas: 1 as declared and 1 as estimated." in told
     assert "SLOs: the gateway's. How many requests each class has is not known" in told
 
 

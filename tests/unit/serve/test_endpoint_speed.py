@@ -9,7 +9,7 @@ import pytest
 from unit.serve.test_serve_external import BODY, PROFILE, run
 
 from serve_app import app
-from serve_app.cluster import Cluster, ExternalPool
+from serve_app.cluster import Cluster, EngineProfile, ExternalPool
 from serve_app.gateway.endpoint_speed import EndpointSpeed
 from serve_app.gateway.replicas import InFlight
 from tokenyard.perf.online import GENERIC_ITERATION, PoolEstimator
@@ -29,7 +29,7 @@ def a_speed(**fields):
     pool = a_pool(**fields)
     declared = None if pool.profile is None else pool.profile.iteration
     estimators = PoolEstimator(declared)
-    return EndpointSpeed(URL, pool, estimators.add(URL)), estimators
+    return EndpointSpeed.of_endpoint(URL, pool, estimators), estimators
 
 
 def times_of(profile):
@@ -43,7 +43,8 @@ def see(speed, estimators, iteration, number=200):
         batch = np.array([10, rng.integers(3) * 300, 10 * running, 10 * running * 500])
         speed.meter.estimator.observe(float(iteration @ batch), *batch)
     estimators.share()
-    return speed.estimate()
+    speed.estimate()
+    return speed.profile
 
 
 def test_urls_are_enough_and_what_is_known_of_the_hardware_helps():
@@ -61,8 +62,9 @@ def test_urls_are_enough_and_what_is_known_of_the_hardware_helps():
 
 def test_what_is_declared_holds_until_answers_are_seen_and_its_sizes_after_that():
     speed, estimators = a_speed(profile=PROFILE)
-    assert speed.estimate().source == "declared"
-    assert times_of(speed.estimate())[:2] == [0.01, 1e-5]
+    assert speed.estimate() == {}
+    assert speed.profile.source == "declared"
+    assert times_of(speed.profile)[:2] == [0.01, 1e-5]
     truth = np.array([0.03, 1e-4, 1e-3, 1e-6])
     profile = see(speed, estimators, truth)
     assert (profile.source, profile.max_batch) == ("estimated", 8)
@@ -73,7 +75,23 @@ def test_what_is_declared_holds_until_answers_are_seen_and_its_sizes_after_that(
     see(speed, estimators, truth)
     published = speed.publish(64, 9_000.0)
     assert (published.max_batch, published.kv_capacity_tokens) == (64, 9_000.0)
-    assert times_of(published) == times_of(speed.estimate())
+    assert times_of(published) == [speed.estimate()[term] for term in TERMS]
+
+
+def test_what_a_replica_of_ours_declares_holds_until_its_answers_say_otherwise():
+    declared = EngineProfile(**PROFILE | {"kv_capacity_tokens": 9e3})
+    estimators = PoolEstimator(declared.iteration)
+    speed = EndpointSpeed.of_replica("a", "ours", declared, estimators)
+    assert speed.estimate() == {}
+    assert see(speed, estimators, 3 * declared.iteration).source == "estimated"
+    assert speed.profile.iteration_s == pytest.approx(3 * declared.iteration_s, rel=0.2)
+    assert speed.profile.kv_capacity_tokens == 9e3
+    assert "times slower than declared" in speed.describe()["contradiction"]
+    # Where nothing is declared, all is learned, of the others first.
+    unknown = declared.model_copy(update={"source": "estimated"})
+    newcomer = EndpointSpeed.of_replica("b", "ours", unknown, estimators)
+    assert newcomer.estimate()["iteration_s"] > 2 * declared.iteration_s
+    assert newcomer.describe()["contradiction"] is None
 
 
 def test_a_declared_speed_that_is_far_off_is_said_once(caplog):
@@ -84,7 +102,7 @@ def test_a_declared_speed_that_is_far_off_is_said_once(caplog):
     assert speed.describe()["contradiction"] is None
     for _ in range(3):
         see(speed, estimators, 6 * declared)
-    text = "times slower than the profile of its pool declares"
+    text = "times slower than declared"
     assert text in speed.describe()["contradiction"]
     assert [text in line for line in caplog.messages] == [True]
     assert URL in caplog.messages[0]

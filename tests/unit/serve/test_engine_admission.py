@@ -1,7 +1,6 @@
 """What every engine checks before it takes a request."""
 
 import asyncio
-import math
 
 import pytest
 from unit.engine_site import Repeater
@@ -44,7 +43,7 @@ class Unheard(Repeater):
     """An engine whose ranks have not told of an iteration: all that they were sent waits."""
 
     def stats(self):
-        return EngineStats(len(self.running), 0, 0.0, 1000.0, 0, math.nan, 0)
+        return EngineStats(len(self.running), 0, 0.0, 1000.0, 0)
 
 
 @pytest.mark.parametrize(("max_waiting", "limit"), [(1, 4), (0, 4), (2, 3)])

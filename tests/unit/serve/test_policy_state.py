@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import os
 from pathlib import Path
 
 import httpx
@@ -13,7 +12,6 @@ from unit.serve.test_serve_allocator import FOUR, ONE, World
 from unit.serve.test_serve_gateway import LOCAL, FakePool, Letters, a_body, a_cluster
 from unit.serve_builders import marginal_artifact
 
-from serve_app.engines import profiling
 from serve_app.gateway.callers import Caller, CallerLimits
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
@@ -405,12 +403,3 @@ def test_a_test_that_is_taken_up_goes_on_as_if_nothing_had_been():
     for draw in draws[120:]:
         assert one.record(*draw) == other.record(*draw)
     assert one.saved() == other.saved()
-
-
-def test_the_lock_of_another_user_is_no_link_to_a_file_of_mine(tmp_path):
-    mine = tmp_path / "mine"
-    mine.write_text("kept")
-    (tmp_path / f"tokenyard-speed-{os.getuid()}.lock").symlink_to(mine)
-    with pytest.raises(OSError, match="symbolic"):
-        profiling._open_lock(tmp_path)
-    assert mine.read_text() == "kept"
