@@ -178,7 +178,7 @@ class ReplicaEstimator:
         at = self._num_since % _NUM_RECENT
         if self._num_since >= _NUM_RECENT:
             keep = 1.0 - 1.0 / _MEMORY
-            information, vector = self._linearised(self._recent[at : at + 1])
+            information, vector, _ = self._linearised(self._recent[at : at + 1])
             self._summed = keep * self._summed[0] + information, keep * self._summed[1] + vector
         self._recent[at] = math.log(time_s), *batch, weight
         self._num_since += 1
@@ -229,29 +229,27 @@ class ReplicaEstimator:
         self._summed, self._num_since = (information, vector), 0
         self.noise, self.is_solved = max(self.noise, _FIRST_NOISE), False
 
-    def _linearised(self, equations: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """What some equations say of the logarithms close to what is believed now."""
-        shares, residuals, roots = self._compared(equations)
-        sizes = np.abs(residuals * roots) / (_BOUND * self.noise)
-        precisions = (roots / self.noise) ** 2 / np.maximum(sizes, 1.0)
-        weighted = (shares * precisions[:, None]).T
-        return weighted @ shares, weighted @ (residuals + shares @ self.log)
+    def _linearised(self, equations: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """What some equations say of the logarithms close to what is believed now.
 
-    def _compared(self, equations: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Shares of coefficients in predicted times, residuals, and square roots of weights."""
+        Returns:
+            Inverse covariance (4, 4), that times the mean (4,), and residuals of the equations' own
+            weight (num_equations,).
+        """
         parts = equations[:, 1:5] * self._iteration
-        predicted_s = parts.sum(axis=1)
-        return (
-            parts / predicted_s[:, None], equations[:, 0] - np.log(predicted_s),
-            np.sqrt(equations[:, 5]),
-        )  # fmt: skip
+        predicted_s, roots = parts.sum(axis=1), np.sqrt(equations[:, 5])
+        shares, residuals = parts / predicted_s[:, None], equations[:, 0] - np.log(predicted_s)
+        weighed = np.abs(residuals * roots)
+        precisions = (roots / self.noise) ** 2 / np.maximum(weighed / (_BOUND * self.noise), 1.0)
+        weighted = (shares * precisions[:, None]).T
+        return weighted @ shares, weighted @ (residuals + shares @ self.log), weighed
 
     def solve(self) -> None:
         """Take account of the equations since the last time."""
         if self.is_solved:
             return
         for _ in range(_MOST_STEPS):
-            information, vector = self._linearised(self._recent[: self._num_since])
+            information, vector, residuals = self._linearised(self._recent[: self._num_since])
             information, vector = self._summed[0] + information, self._summed[1] + vector
             covariance = np.asarray(np.linalg.inv(self.prior + information))
             step = covariance @ (self.prior_vector + vector) - self.log
@@ -260,10 +258,8 @@ class ReplicaEstimator:
             self.evidence, self.is_solved = (information, vector), longest < _GRID / 2
             if self.is_solved:
                 break
-        num = min(self._num_since, _NUM_RECENT)
-        if num:
-            _, residuals, roots = self._compared(self._recent[:num])
-            spread = _SPREAD_OF_MEDIAN * float(np.sort(np.abs(residuals * roots))[num // 2])
+        if num := len(residuals):
+            spread = _SPREAD_OF_MEDIAN * float(np.sort(residuals)[num // 2])
             count, first = self._num_since, _FIRST_NOISE * _FIRST_COUNTS
             noise = (count * spread + first) / (count + _FIRST_COUNTS)
             self.noise = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
@@ -458,7 +454,15 @@ class AnswerMeter:
         `computed` are the tokens of its prompt that were not cached, `context` all of them.
         """
         if self._edge_s and self._clock_s() - self._edge_s > self._burst_s:
-            self._end_stretch()
+            tokens = self._prefilled, self._decoded, self._kv
+            if self._since:
+                time_s, before = self._edge_s - self._since[0], self._since[1:]
+                new = [
+                    self.times_own * (now - then) for now, then in zip(tokens, before, strict=True)
+                ]
+                self._equations.append((time_s, self._iterations, *new))
+                self._burst_s = min(time_s / self._iterations / 4, _LONGEST_BURST_S)
+            self._since, self._iterations, self._edge_s = (self._edge_s, *tokens), 0, 0.0
         if not num_before:
             num_new -= 1
             self._prefilled += computed
@@ -481,16 +485,6 @@ class AnswerMeter:
                 self._edge_s = now_s
         elif not self._probe:
             self._probe, self._since, self._edge_s = request_id, (), self._clock_s()
-
-    def _end_stretch(self) -> None:
-        """Make an equation of the stretch that has ended, and begin the next."""
-        edge_s, tokens = self._edge_s, (self._prefilled, self._decoded, self._kv)
-        if self._since:
-            time_s, before = edge_s - self._since[0], self._since[1:]
-            new = [self.times_own * (now - then) for now, then in zip(tokens, before, strict=True)]
-            self._equations.append((time_s, self._iterations, *new))
-            self._burst_s = min(time_s / self._iterations / 4, _LONGEST_BURST_S)
-        self._since, self._iterations, self._edge_s = (edge_s, *tokens), 0, 0.0
 
     def receive_unseen(self, request_id: str, computed: float, context: float) -> None:
         """Note a stream that goes elsewhere, and has begun: it gets a token in each iteration."""
