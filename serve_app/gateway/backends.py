@@ -149,7 +149,8 @@ class ServeBackend(Backend):
         state = table.replicas.get(replica_id)
         if state is None:
             speed = EndpointSpeed.of_replica(replica_id, self.name, profile, self._estimator)
-            state = table.add(replica_id, self.name, profile, self._pool.prefix_block_tokens, now_s)
+            size = self._pool.prefix_block_tokens
+            state = table.add(replica_id, self.name, speed.profile, size, now_s)
             state.estimate_with(speed)
             if (published := metadata.get("kv_events")) is not None and state.block_tokens:
                 subscriber = EventSubscriber(KvEvents(**published), "", state)

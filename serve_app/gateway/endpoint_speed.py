@@ -43,6 +43,7 @@ class EndpointSpeed:
         self._sizes: tuple[int | None, float | None] = (None, None)
         self._take(declared or prior.completed(None, None))
         self.profile = self._known
+        self.estimate()  # Others of its pool may be known already.
 
     @classmethod
     def of_endpoint(cls, url: str, pool: ExternalPool, estimators: PoolEstimator) -> EndpointSpeed:
