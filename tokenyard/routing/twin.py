@@ -36,7 +36,7 @@ def learned_sizes(trace: Trace) -> FloatArray:
     for request, tokens in zip(features, trace.generated_tokens.tolist(), strict=True):
         lengths.observe(request, tokens, prior_tokens, 0.0)
     expected = [lengths.expected_tokens(request, prior_tokens) for request in features]
-    return trace.context_tokens + np.array(expected)
+    return np.asarray(trace.context_tokens + np.array(expected))
 
 
 @dataclass(frozen=True)
