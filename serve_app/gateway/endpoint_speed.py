@@ -42,7 +42,7 @@ class EndpointSpeed:
         self._limit, self._prior, self._declared = BatchLimitEstimator(), prior, declared
         self._sizes: tuple[int | None, float | None] = (None, None)
         self._take(declared or prior.completed(None, None))
-        self.profile = self._known
+        self.profile, self._told = self._known, list[float]()
         self.estimate()  # Others of its pool may be known already.
 
     @classmethod
@@ -86,14 +86,17 @@ class EndpointSpeed:
             self.meter.times_own += _OTHERS_WEIGHT * (times - self.meter.times_own)
 
     def estimate(self) -> dict[str, Any]:
-        """Return what an estimate of its speed changes in its profile."""
-        if self._declared is not None and not self._estimator.num_observations:
-            return {}
-        times = dict(zip(_TIMES, self._estimator.shared_iteration.tolist(), strict=True))
-        changes = {**times, "source": "estimated"}
-        self.profile = self.profile.model_copy(update=changes)
+        """Return what has changed in its profile since the last estimate of its speed."""
         if self._declared is not None:
+            if not self._estimator.num_observations:
+                return {}
             self._judge(self._estimator.slower_than(self._declared.iteration))
+        times = self._estimator.shared_iteration.tolist()
+        if times == self._told:
+            return {}
+        self._told = times
+        changes = {**dict(zip(_TIMES, times, strict=True)), "source": "estimated"}
+        self.profile = self.profile.model_copy(update=changes)
         return changes
 
     def describe(self) -> dict[str, Any]:

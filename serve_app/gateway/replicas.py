@@ -559,4 +559,5 @@ def learn_speeds(replicas: Iterable[ReplicaState], estimator: PoolEstimator) -> 
         speed.meter.settle()
     estimator.share()
     for replica, speed in estimated:
-        replica.learn(replica.profile.model_copy(update=speed.estimate()))
+        if changes := speed.estimate():
+            replica.learn(replica.profile.model_copy(update=changes))

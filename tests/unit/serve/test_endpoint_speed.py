@@ -75,7 +75,8 @@ def test_what_is_declared_holds_until_answers_are_seen_and_its_sizes_after_that(
     see(speed, estimators, truth)
     published = speed.publish(64, 9_000.0)
     assert (published.max_batch, published.kv_capacity_tokens) == (64, 9_000.0)
-    assert times_of(published) == [speed.estimate()[term] for term in TERMS]
+    assert times_of(published) == times_of(speed.profile)
+    assert speed.estimate() == {}, "nothing has changed"
 
 
 def test_what_a_replica_of_ours_declares_holds_until_its_answers_say_otherwise():
@@ -90,7 +91,7 @@ def test_what_a_replica_of_ours_declares_holds_until_its_answers_say_otherwise()
     # Where nothing is declared, all is learned, of the others first.
     unknown = declared.model_copy(update={"source": "estimated"})
     newcomer = EndpointSpeed.of_replica("b", "ours", unknown, estimators)
-    assert newcomer.estimate()["iteration_s"] > 2 * declared.iteration_s
+    assert newcomer.profile.iteration_s > 2 * declared.iteration_s
     assert newcomer.describe()["contradiction"] is None
 
 
