@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -31,7 +32,7 @@ from serve_app.gateway.generation import ReplicaFailed, ReplicaFull, ReplicaRefu
 from serve_app.gateway.host_metrics import HOST_PREFIXES
 from serve_app.gateway.kv_events import EventSubscriber
 from serve_app.gateway.metrics import Metrics
-from serve_app.gateway.replicas import ReplicaTable, learn_speeds
+from serve_app.gateway.replicas import ReplicaState, ReplicaTable, learn_speeds
 from serve_app.gateway.router_registry import ROUTERS
 from serve_app.gateway.sse import PEEK_BYTES, ErrorEvent, peek_whole
 from serve_app.gateway.upstream import Connection, Origin
@@ -105,6 +106,7 @@ class ServeBackend(Backend):
         self._app_name = handle.app_name
         self._seen_version = -1
         self._endpoints: dict[str, EndpointAsRayReplica] = {}
+        self._states: dict[str, ReplicaState] = {}
         self._subscribers: dict[str, EventSubscriber] = {}
         """Of replicas that publish block events, by their ids."""
         declared = pool.profile or pool.config.emulates
@@ -113,22 +115,17 @@ class ServeBackend(Backend):
         self._forwarder = _EngineForwarder(f"a replica of pool {self.name!r}", pool.deadlines)
 
     def refresh(self, table: ReplicaTable, now_s: float) -> None:
-        """Take over the changes that Serve's router has received, and what is learned of speeds."""
+        """Take over the changes that Serve's router has received."""
         router = ROUTERS.get((self._app_name, self.name))
-        if router is not None and router.version != self._seen_version:
-            self._look_at_all(router, table, now_s)
-        if now_s >= self._share_at_s:
-            self._share_at_s = now_s + SHARE_EVERY_S
-            states = [state for state in table.replicas.values() if state.pool == self.name]
-            learn_speeds(states, self._estimator)
-
-    def _look_at_all(self, router: Any, table: ReplicaTable, now_s: float) -> None:
+        if router is None or router.version == self._seen_version:
+            return
         self._seen_version = router.version
         live = {replica.replica_id.unique_id: replica for replica in router.live}
         for replica_id, replica in live.items():
             self._look_at(replica_id, replica, table, now_s)
         for replica_id in self._endpoints.keys() - live.keys():
             del self._endpoints[replica_id]
+            self._states.pop(replica_id, None)
             self._estimator.drop(replica_id)
             if replica_id in self._subscribers:
                 self._subscribers.pop(replica_id).stop()
@@ -138,9 +135,9 @@ class ServeBackend(Backend):
     def _look_at(
         self, replica_id: str, replica: RunningReplica, table: ReplicaTable, now_s: float
     ) -> None:
-        profile, metadata = profile_of(replica), replica.replica_metadata
-        if profile is None:
-            return
+        metadata = replica.replica_metadata
+        if "profile" not in metadata:
+            return  # It has published nothing yet.
         if replica_id not in self._endpoints:
             key = f"authorization: Bearer {metadata['secret']}\r\n".encode()
             self._endpoints[replica_id] = EndpointAsRayReplica(
@@ -148,10 +145,12 @@ class ServeBackend(Backend):
             )
         state = table.replicas.get(replica_id)
         if state is None:
+            profile = EngineProfile(**metadata["profile"])
             speed = EndpointSpeed.of_replica(replica_id, self.name, profile, self._estimator)
             size = self._pool.prefix_block_tokens
             state = table.add(replica_id, self.name, speed.profile, size, now_s)
             state.estimate_with(speed)
+            self._states[replica_id] = state
             if (published := metadata.get("kv_events")) is not None and state.block_tokens:
                 subscriber = EventSubscriber(KvEvents(**published), "", state)
                 self._subscribers[replica_id] = subscriber
@@ -205,7 +204,13 @@ class ServeBackend(Backend):
         assert request.generation is not None
         headers = endpoint.key + b"content-type: application/octet-stream\r\n"
         body = write_generation(request.generation, request.request_id, attempt.order_key)
-        await self._forwarder.forward(endpoint.origin, headers, body, attempt)
+        try:
+            await self._forwarder.forward(endpoint.origin, headers, body, attempt)
+        finally:
+            if (now_s := time.monotonic()) >= self._share_at_s:
+                # Here, and not while a request waits to be placed.
+                self._share_at_s = now_s + SHARE_EVERY_S
+                learn_speeds(self._states.values(), self._estimator)
 
     async def stop(self) -> None:
         """Close the connections."""
@@ -253,12 +258,6 @@ def load_tokenizers(
             backend.kv_events = None
             logger.warning("pool %s does without block events: %s", pool.name, error)
     return tokenizers
-
-
-def profile_of(replica: RunningReplica) -> EngineProfile | None:
-    """Return the speed that a replica has published; None: it has published none."""
-    profile = replica.replica_metadata.get("profile")
-    return None if profile is None else EngineProfile(**profile)
 
 
 def status_of(replica: RunningReplica) -> EngineStatus | None:

@@ -430,9 +430,11 @@ class AnswerMeter:
         self._iterations = 0
         self._since: tuple[float, ...] = ()
         """When its stretch began, and the tokens of all until then: prefilled, decoded, KV."""
-        self._edge_s, self._burst_s = 0.0, _FIRST_BURST_S
-        """When the stretch has ended, until all tokens of that iteration have come; 0: it has not.
-        And how long those take to come."""
+        self._edge_s: float | None = None
+        """When the stretch has ended, until all tokens of that iteration have come; None: it has
+        not."""
+        self._burst_s = _FIRST_BURST_S
+        """How long those take to come."""
         self._held, self._whole_s = 0.0, -math.inf
         self._equations: deque[tuple[float, ...]] = deque(maxlen=_MOST_NOTED)
         self._settled: deque[tuple[float, ...]] = deque(maxlen=_MOST_NOTED)
@@ -453,7 +455,7 @@ class AnswerMeter:
 
         `computed` are the tokens of its prompt that were not cached, `context` all of them.
         """
-        if self._edge_s and self._clock_s() - self._edge_s > self._burst_s:
+        if self._edge_s is not None and self._clock_s() - self._edge_s > self._burst_s:
             tokens = self._prefilled, self._decoded, self._kv
             if self._since:
                 time_s, before = self._edge_s - self._since[0], self._since[1:]
@@ -462,7 +464,7 @@ class AnswerMeter:
                 ]
                 self._equations.append((time_s, self._iterations, *new))
                 self._burst_s = min(time_s / self._iterations / 4, _LONGEST_BURST_S)
-            self._since, self._iterations, self._edge_s = (self._edge_s, *tokens), 0, 0.0
+            self._since, self._iterations, self._edge_s = (self._edge_s, *tokens), 0, None
         if not num_before:
             num_new -= 1
             self._prefilled += computed
@@ -478,7 +480,7 @@ class AnswerMeter:
             if self._unseen:
                 self._decoded += num_new * len(self._unseen)
                 self._kv += num_new * sum(self._unseen.values())
-            if self._iterations < _FEWEST_ITERATIONS or self._edge_s:
+            if self._iterations < _FEWEST_ITERATIONS or self._edge_s is not None:
                 return
             shortest_s = _SHORTEST_S * (4 if self.estimator.num_observations > _MANY else 1)
             if (now_s := self._clock_s()) - self._since[0] >= shortest_s:
@@ -525,7 +527,7 @@ class AnswerMeter:
         if self._alone == request_id:
             self._alone = ""
         if self._probe == request_id:
-            self._probe, self._edge_s = "", 0.0
+            self._probe, self._edge_s = "", None
 
     def settle(self) -> None:
         """Give the estimator the equations that were noted."""

@@ -188,7 +188,7 @@ def test_a_client_that_leaves_frees_its_place_in_the_engine(url, folder):
     for _ in range(3):
         next(stream)
     for mark in (folder / "aborted").iterdir():
-        mark.unlink()  # Measuring speeds leaves streams early too.
+        mark.unlink()  # Of streams that others left.
     stream.close()
     wait_until(lambda: any((folder / "aborted").iterdir()))
     wait_until(lambda: not sum(one["in_flight"] for one in replicas_of(url)))

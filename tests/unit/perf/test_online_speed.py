@@ -242,6 +242,18 @@ def test_an_engine_on_a_cpu_gains_nothing_from_batches_and_that_is_found():
         assert estimator.iteration @ batch == pytest.approx(engine.a + running * engine.c, rel=0.1)
 
 
+def test_a_stream_may_begin_when_the_clock_begins():
+    now = [0.0]
+    meter = AnswerMeter(PoolEstimator().add("one"), lambda: now[0])
+    meter.send("a", 10)
+    for number in range(20):
+        meter.receive("a", 1, number, 10, 10)
+        now[0] += 0.1
+    meter.settle()
+    # Of its prompt, and of a stretch: eight iterations of 0.1 s, or more.
+    assert meter.estimator.num_observations >= 2
+
+
 @pytest.mark.parametrize(
     ("streams", "gateways", "most"), [(True, 1, 0.06), (True, 4, 0.06), (False, 1, 0.15)]
 )
