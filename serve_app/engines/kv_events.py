@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 BlockEvent = tuple[Any, ...]
 """Kind and fields, in vLLM's order."""
 _KEPT_BATCHES = 10_000
-_LOOK_EVERY_MS = 1000
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -55,8 +54,6 @@ class KvEventPublisher:
 
     async def _replay(self) -> None:
         while True:
-            if not await self._router.poll(_LOOK_EVERY_MS):
-                continue  # pyzmq may miss a wake-up, after which no other comes.
             who, *_, first = await self._router.recv_multipart()
             for number, payload in (*self._batches,):
                 if number >= first:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -276,10 +277,7 @@ class EventSubscriber:
         import zmq
 
         begun, ended = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
-        with (
-            self._socket(zmq.SUB) as heard,
-            heard.get_monitor_socket(begun | ended) as monitor,
-        ):
+        with self._socket(zmq.SUB) as heard, _monitor(heard, begun | ended) as monitor:
             heard.setsockopt(zmq.SUBSCRIBE, self._topic)
             heard.connect(self._address)
             async with asyncio.timeout(_ANSWER_S):
@@ -334,11 +332,19 @@ class EventSubscriber:
         self._tell()
 
 
+@contextmanager
+def _monitor(socket: zmq.asyncio.Socket, events: int) -> Iterator[zmq.asyncio.Socket]:
+    """Yield where a socket's events come; one that nobody could take would stop all of ZeroMQ."""
+    with socket.get_monitor_socket(events) as monitor:
+        try:
+            yield monitor
+        finally:
+            socket.disable_monitor()
+
+
 async def _wait_for(monitor: zmq.asyncio.Socket, event: int) -> None:
     from zmq.utils.monitor import parse_monitor_message
 
     seen = None
     while seen != event:
-        # pyzmq may miss a wake-up, after which no other comes.
-        if await monitor.poll(_ASK_EVERY_S * 1000):
-            seen = parse_monitor_message(await monitor.recv_multipart())["event"]
+        seen = parse_monitor_message(await monitor.recv_multipart())["event"]

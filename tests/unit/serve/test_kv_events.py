@@ -158,6 +158,20 @@ def test_an_endpoint_that_goes_is_forgotten_and_is_heard_again_when_it_comes_bac
     asyncio.run(run())
 
 
+def test_replicas_that_end_never_silence_those_that_follow(tmp_path):
+    """ZeroMQ's only thread waited for good where nobody took the events of a socket."""
+    folder = save_tiny_tokenizer(tmp_path)
+
+    async def run():
+        for _ in range(40):
+            async with a_gateway(folder, 1) as (_, gateway, _, publishers):
+                gateway.backends["p0"].start()
+                tell_all(publishers[0], [*range(40)])
+                await until(lambda of=gateway: index_of(of).num_blocks == 10)
+
+    asyncio.run(run())
+
+
 def test_events_need_the_size_of_a_block():
     pool = {
         "name": "p",
