@@ -8,6 +8,7 @@ tables; progress and warnings go to stderr.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -67,7 +68,7 @@ class Args:
 
     experiment: Annotated[str, tyro.conf.Positional] = "default:default"
     """MODULE:FUNCTION under tune_configs, or of an importable module of your own: an experiment, or
-    a chain of several, each of another problem."""
+    a chain of several, each of another problem. @SCENARIO after it trains for that one instead."""
     name: str | None = None
     """Folder of the sweep under the storage; by default the experiment and the time."""
     num_samples: int | None = None
@@ -98,7 +99,8 @@ class Args:
 def main(args: Args) -> None:
     if args.resume and args.name is None:
         sys.exit("error: --resume needs the --name of the sweep")
-    name = args.name or f"{args.experiment.replace(':', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    words = re.sub(r"[^\w.-]+", "-", args.experiment)
+    name = args.name or f"{words}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = command_line()
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:

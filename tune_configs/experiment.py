@@ -189,12 +189,15 @@ def stop_at_budget(trial_id: str, result: Mapping[str, Any]) -> bool:
 def load_experiments(reference: str) -> tuple[Experiment, ...]:
     """Call the function "MODULE:FUNCTION", which returns one experiment or a chain of them.
 
-    MODULE is a module of `tune_configs`, or any importable module.
+    MODULE is a module of `tune_configs`, or any importable module. After "@" comes a scenario in
+    place of the experiment's own.
 
     Raises:
-        ValueError: Not of that form, no such module or function, or it returns something else.
+        ValueError: Not of that form, no such module or function, it returns something else, or a
+            chain is given a scenario.
     """
-    module_name, colon, function_name = reference.partition(":")
+    function_reference, _, scenario = reference.partition("@")
+    module_name, colon, function_name = function_reference.partition(":")
     if not (module_name and colon and function_name):
         raise ValueError(f"experiment {reference!r} is not of the form MODULE:FUNCTION")
     function = getattr(_find_module(module_name), function_name, None)
@@ -209,7 +212,11 @@ def load_experiments(reference: str) -> tuple[Experiment, ...]:
     problems = [experiment.problem.name for experiment in chain]
     if len(set(problems)) < len(problems):
         raise ValueError(f"{reference} has two experiments of one problem: {problems}")
-    return chain
+    if not scenario:
+        return chain
+    if len(chain) > 1:
+        raise ValueError(f"{reference}: a scenario is of one problem, and these are {problems}")
+    return (trained_on(chain[0], scenario),)
 
 
 def _find_module(name: str) -> ModuleType:

@@ -82,6 +82,15 @@ def test_a_chain_of_two_experiments_of_one_problem_is_refused(monkeypatch):
         load_experiments("routing:smoke")
 
 
+def test_an_experiment_is_of_the_scenario_that_is_named_after_it():
+    (experiment,) = load_experiments("routing:default@bursty_serial")
+    assert experiment.scenario == "bursty_serial"
+    for trial in experiment.designed_trials(3):
+        assert RoutingTrialConfig.model_validate(trial).scenario == "bursty_serial"
+    with pytest.raises(ValueError, match="a scenario is of one problem"):
+        load_experiments("default:default@bursty_serial")
+
+
 @pytest.mark.parametrize("reference", ["routing", "routing:", ":default", ""])
 def test_a_reference_that_is_not_module_and_function_is_refused(reference):
     with pytest.raises(ValueError, match="MODULE:FUNCTION"):
@@ -273,7 +282,7 @@ def test_every_trial_says_in_numbers_what_it_learns_from_and_with(module):
     for trial in experiment.designed_trials(0):
         found = experiment.trainable.hyperparameters(trial)
         assert all(isinstance(value, float | int | str) for value in found.values())
-        if trial["algorithm"].removeprefix("cloned_") in ("ppo", "a2c", "dqn"):
+        if trial["algorithm"] in ("ppo", "a2c", "dqn"):
             assert {"lr", "gamma", "train_batch_size", "network"} <= found.keys()
             weights = [value for key, value in found.items() if key.startswith("reward.")]
             assert any(weights), "nothing is rewarded"
