@@ -110,8 +110,6 @@ class Args:
     """Slices that each trains at least."""
     validation_streams: int = 4
     """Streams on which routers are judged."""
-    cloned: bool = False
-    """Whether actors of allocation first learn what the planner does (not counted)."""
     slice_fraction: float = 1.0
     """Share of the usual length of a slice; less only to try the benchmark out."""
     seed: int = 0
@@ -246,10 +244,7 @@ def allocator(
     settings = _settings(args, algorithm, implementation, train_steps=200_000).model_dump()
     trial = AllocationTrialConfig(algorithm=algorithm, scenario=scenario.name, **settings)
     training = AllocationRllib(trial.algorithm_config(scenario), scenario, algorithm)
-    cloned = args.cloned and algorithm != "dqn"
-    if cloned:
-        training.clone(args.seed)
-    return _contestant(training, implementation, algorithm, "cloned" if cloned else "plain")
+    return _contestant(training, implementation, algorithm, "plain")
 
 
 def _contestant(

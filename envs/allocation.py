@@ -41,10 +41,12 @@ class ParallelismEnvConfig(FrozenModel):
     """A scenario, or the name or YAML path of one."""
     objective: Objective | None = None
     """What is rewarded, in place of the scenario's."""
-    action: Literal["hybrid", "shape", "grid"] = "hybrid"
-    """`hybrid`: parallelism, number of GPUs and memory, the last continuous; `shape`: the same with
-    one number for the feasible pairs of the first two; `grid`: one number alone, with the
-    memory and batch limit of `PlanTable.best_memory`."""
+    action: Literal["hybrid", "grid"] = "hybrid"
+    """`hybrid`: parallelism, number of GPUs and memory, the last continuous; `grid`: one number for
+    the feasible pairs of the first two, with the memory and batch limit of
+    `PlanTable.best_memory`."""
+    shows_planner: bool = False
+    """Whether observations end with what the planner expects of every feasible pair."""
     episode_slots: Annotated[int, Field(ge=1)] = 288
     """Steps of an episode."""
     reward_scale: Annotated[float, Field(gt=0)] = 1.0
@@ -67,34 +69,33 @@ class _Feed:
         self.source = demand_source(config.scenario)
         forecaster = scenario_forecaster(config.scenario)
         self.sim = AllocationSim(
-            config.scenario, num_copies, config.episode_slots, forecaster, config.objective
-        )
+            config.scenario, num_copies, config.episode_slots, forecaster, config.objective,
+            config.shows_planner,
+        )  # fmt: skip
         self._memories = np.array(config.scenario.memory_fractions)
         self._shape_index = np.argwhere(self.sim.table.shape_mask)
         self._grid = np.array(self.sim.table.best_memory, np.int64)
 
     def spaces(self) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Space[Any]]:
         scenario, table = self.config.scenario, self.sim.table
-        size = observation_size(table)
+        size = observation_size(table) + len(self._grid) * self.config.shows_planner
         box = gymnasium.spaces.Box(-OBSERVATION_LIMIT, OBSERVATION_LIMIT, (size,), np.float32)
         if self.config.action == "grid":
             return box, gymnasium.spaces.Discrete(len(self._grid))
         parts: dict[str, gymnasium.spaces.Space[Any]] = {
             "memory_fraction": gymnasium.spaces.Box(0.0, 1.0, (1,), np.float32)
         }
-        if self.config.action == "shape":
-            parts["shape"] = gymnasium.spaces.Discrete(len(self._shape_index))
-        else:
-            parts["parallelism"] = gymnasium.spaces.Discrete(len(table.parallelism))
-            parts["num_gpus"] = gymnasium.spaces.Discrete(scenario.num_gpus, start=1)
+        parts["parallelism"] = gymnasium.spaces.Discrete(len(table.parallelism))
+        parts["num_gpus"] = gymnasium.spaces.Discrete(scenario.num_gpus, start=1)
         if len(scenario.max_batches) > 1:
             parts["max_batch"] = gymnasium.spaces.Discrete(len(scenario.max_batches))
         return box, gymnasium.spaces.Dict(parts)
 
     def start(self, copy: int, rng: np.random.Generator) -> None:
-        """Give one copy a fresh stretch of demand and a random feasible plan to start from."""
+        """Give one copy a fresh stretch of demand and a random plan to start from."""
         stream = self.source.episode(self.config.episode_slots, rng)
-        self.sim.load(copy, stream, int(rng.integers(self.sim.table.num_plans)))
+        plans = self._grid if self.config.action == "grid" else np.arange(self.sim.table.num_plans)
+        self.sim.load(copy, stream, int(plans[rng.integers(len(plans))]))
 
     def plans(self, actions: Any) -> IntArray:
         """Plans of actions, -1 where infeasible, shape (num_copies,).
@@ -110,14 +111,8 @@ class _Feed:
         if not isinstance(actions, Mapping):
             # Vector environments of RLlib give one action per copy.
             actions = {name: np.array([action[name] for action in actions]) for name in actions[0]}
-        if self.config.action == "shape":
-            shape = np.asarray(actions["shape"], np.int64).reshape(-1)
-            if shape.min() < 0 or shape.max() >= len(self._shape_index):
-                raise ValueError(f"action shape {shape} is out of range")
-            kind, gpus = self._shape_index[shape].T
-        else:
-            kind = np.asarray(actions["parallelism"], np.int64).reshape(-1)
-            gpus = np.asarray(actions["num_gpus"], np.int64).reshape(-1) - 1
+        kind = np.asarray(actions["parallelism"], np.int64).reshape(-1)
+        gpus = np.asarray(actions["num_gpus"], np.int64).reshape(-1) - 1
         memory = np.asarray(actions["memory_fraction"], float).reshape(-1)
         batch = np.asarray(actions.get("max_batch", 0), np.int64).reshape(-1)
         index = self.sim.table.index
@@ -138,7 +133,7 @@ class _Feed:
         mask = sim.table.shape_mask & (not frozen)
         plan = sim.table.plans[sim.plan(copy)]
         mask[sim.table.parallelism.index(plan.parallelism), plan.num_gpus - 1] = True
-        if self.config.action != "hybrid":
+        if self.config.action == "grid":
             mask = mask[tuple(self._shape_index.T)]
         return mask.astype(np.int8)
 
@@ -160,13 +155,15 @@ class ParallelismEnv(gymnasium.Env[Observations, Any]):
         is allowed, the plan's goodput capacity over the pool's best, GPUs over 8, share of
         SLO violations. Then sine and cosine of the time of day, demand of the last six slots, the
         forecasts 1, 2, 3, 6, 12 and 24 slots ahead, both over the pool's best; then one 1 at the
-        plan's shape. All within [-5, 5]; `sim.num_saturated` counts numbers set to the limit.
+        plan's shape. All within [-5, 5]; `sim.num_saturated` counts numbers set to the limit. With
+        `shows_planner` S more: what the planner expects each pair to cost over its horizon beyond
+        the cheapest, over the pool's price of a slot, at most 5.
 
     Action:
         Dict: `parallelism`, index of the plan table's `parallelism`; `num_gpus`;
         `memory_fraction` in [0, 1], rounded down to the scenario's steps and raised to the plan's
-        least; `max_batch`, index, where the scenario has several. With `action="shape"` an index
-        of the feasible pairs in the place of the first two; with "grid" it is the action.
+        least; `max_batch`, index, where the scenario has several. With `action="grid"` an index of
+        the feasible pairs alone.
         `info["action_mask"]` says what is feasible and allowed; what is not is refused: the plan
         stays, and `sim.num_refused` counts.
 

@@ -21,7 +21,7 @@ SCENARIO = "local_cpu_ranks"
 """The allocated pool of the cluster that `make serve` serves."""
 STUDIED = "a100x8_13b"
 """The pool that docs/results/allocation.md studies."""
-RULES = ("best_static", "autoscaler_70", "autoscaler_tuned", "planner")
+RULES = ("best_static", "autoscaler_forecast", "autoscaler_tuned", "planner")
 
 
 class AllocationTrial(PolicyTrainable):
@@ -41,25 +41,24 @@ _trial = partial(AllocationTrialConfig, scenario=SCENARIO)
 
 def _compile_kernels(scenario: str = SCENARIO) -> None:
     loaded = load_allocation(scenario)
-    env = envs.ParallelismVectorEnv(2, scenario=scenario, action="grid", subtract_bound=True)
+    env = envs.ParallelismVectorEnv(
+        2, scenario=scenario, action="grid", shows_planner=True, subtract_bound=True
+    )
     env.reset(seed=0)
     env.step(np.zeros(2, dtype=np.int64))
     TabularLearner(loaded).step()
 
 
 def default() -> Experiment:
-    """DQN from scratch, PPO and A2C after cloning, and a table, for a minute.
-
-    Budgets are what each needs to show where it is going.
-    """
+    """PPO, A2C and DQN, which begin as the planner, and a table, for a minute."""
     return Experiment(
         problem=PROBLEM,
         scenario=SCENARIO,
         trainable=AllocationTrial,
         trials=(
             _trial(algorithm="dqn", env_steps=60_000, iterations=3),
-            _trial(algorithm="cloned_ppo", env_steps=80_000, iterations=4),
-            _trial(algorithm="cloned_a2c", env_steps=40_000, iterations=2),
+            _trial(algorithm="ppo", env_steps=80_000, iterations=4),
+            _trial(algorithm="a2c", env_steps=40_000, iterations=2),
             _trial(algorithm="q_learning", env_steps=5_000_000, iterations=2),
         ),
         baselines=RULES,
@@ -73,11 +72,9 @@ def default() -> Experiment:
 def learners() -> Experiment:
     """Every learner once on the pool that the docs study, longer than by default."""
     trials = (
-        _trial(algorithm="cloned_ppo", env_steps=200_000, iterations=5),
+        _trial(algorithm="ppo", env_steps=400_000, iterations=5),
+        _trial(algorithm="a2c", env_steps=400_000, iterations=5),
         _trial(algorithm="dqn", env_steps=200_000, iterations=5),
-        _trial(algorithm="cloned_a2c", env_steps=100_000, iterations=3),
-        _trial(algorithm="ppo", env_steps=600_000, iterations=3),
-        _trial(algorithm="a2c", env_steps=100_000, iterations=3),
         _trial(algorithm="q_learning", env_steps=20_000_000, iterations=2),
         _trial(algorithm="sarsa", env_steps=20_000_000, iterations=2),
     )
@@ -86,11 +83,11 @@ def learners() -> Experiment:
 
 
 def smoke() -> Experiment:
-    """The smallest sweep with everything in it: PPO after cloning, and a table."""
+    """The smallest sweep with everything in it: PPO, and a table."""
     return replace(
         default(),
         trials=(
-            _trial(algorithm="cloned_ppo", env_steps=4_000, iterations=1),
+            _trial(algorithm="ppo", env_steps=4_000, iterations=1),
             _trial(algorithm="sarsa", env_steps=100_000, iterations=1),
         ),
         baselines=("best_static", "autoscaler_tuned"),
@@ -100,7 +97,7 @@ def smoke() -> Experiment:
 
 
 def weights() -> Experiment:
-    """PPO after cloning, under weights of violations and energy that are drawn as numbers.
+    """PPO under weights of violations and energy that are drawn as numbers.
 
     Every trial is scored by dollars, violations at the scenario's price. In training a violation
     weighs a quarter to four times that, and a megajoule up to 3 dollars: about what an A100 costs
@@ -109,7 +106,7 @@ def weights() -> Experiment:
     violation_usd = load_allocation(STUDIED).violation_usd
     return drawn_weights(
         learners(),
-        _trial(algorithm="cloned_ppo", env_steps=100_000, iterations=5, scenario=STUDIED),
+        _trial(algorithm="ppo", env_steps=100_000, iterations=5, scenario=STUDIED),
         num_samples=12,
         weights={
             "violations": tune.loguniform(violation_usd / 4, violation_usd * 4),

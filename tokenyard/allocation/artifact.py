@@ -27,19 +27,18 @@ class AllocationMetadata(FrozenModel):
 
     format_version: Literal[1] = 1
     problem: Literal["allocation"] = "allocation"
-    kind: Literal["planner", "table", "hybrid_network", "grid_network"]
+    kind: Literal["planner", "table", "network"]
     """`planner`: that of `tokenyard.allocation.planner`, whose forecaster was learned; no arrays.
     `table`: a plan by backlog, part of the day, bin of demand and plan in force, arrays
-    `edges_per_s` and `best`. Networks from observations, as `tokenyard.network.Network` has them:
-    the hybrid one puts out the mean and the spread of memory, then a preference per shape; the
-    other preferences alone, for shapes with the memory of `PlanTable.best_memory`."""
+    `edges_per_s` and `best`. `network`: from observations to what is added to the planner's
+    preference for each shape, as `tokenyard.network.Network` has it."""
     scenario: AllocationScenario
     trainer: str
     """Algorithm that made it."""
     forecaster: Forecaster | None = None
     """Needed by planners and networks."""
-    stay_bonus: float = 0.0
-    """Networks: added to the preference for what is in force."""
+    planner_scale: float = 0.0
+    """Networks: what the planner's costs lower a preference by."""
     metrics: Mapping[str, float] = {}
     """What it scored when it was exported."""
     lineage: Mapping[str, str] = {}
@@ -89,11 +88,9 @@ def _check_network(artifact: AllocationArtifact) -> None:
     _ = artifact.forecaster
 
 
-def _network_plan(artifact: AllocationArtifact, chooses_memory: bool) -> NetworkPlan:
+def _network_plan(artifact: AllocationArtifact) -> NetworkPlan:
     metadata, network = artifact.metadata, Network.from_arrays(artifact.arrays)
-    return NetworkPlan(
-        metadata.scenario, artifact.forecaster, network, chooses_memory, metadata.stay_bonus
-    )
+    return NetworkPlan(metadata.scenario, artifact.forecaster, network, metadata.planner_scale)
 
 
 def _table(artifact: AllocationArtifact) -> ValueTable:
@@ -107,12 +104,7 @@ KINDS: dict[str, Kind[AllocationArtifact]] = {
         policy=lambda artifact: ForecastPlanner(artifact.metadata.scenario, artifact.forecaster),
     ),
     "table": Kind(check=_check_table, policy=_table),
-    "hybrid_network": Kind(
-        check=_check_network, policy=lambda artifact: _network_plan(artifact, chooses_memory=True)
-    ),
-    "grid_network": Kind(
-        check=_check_network, policy=lambda artifact: _network_plan(artifact, chooses_memory=False)
-    ),
+    "network": Kind(check=_check_network, policy=_network_plan),
 }
 """Kind of an artifact to what there is to know of it."""
 

@@ -243,8 +243,9 @@ class DemandSource:
         history = HISTORY_DAYS * self.slots_per_day
         length = history + num_slots
         if self._trace is None:
-            values = self._generated(-(-length // self.slots_per_day), rng)[:length]
-            return DemandStream(self._scaled(values, rng), history, 0)
+            start = int(rng.integers(self.slots_per_day))
+            values = self._generated(-(-(start + length) // self.slots_per_day), rng)
+            return DemandStream(self._scaled(values[start : start + length], rng), history, start)
         start = int(rng.integers(max(1, self._split() - length)))
         values = self._trace[start : min(start + length, self._split())]
         # A recorded hour may be shorter than an episode: it comes again.

@@ -175,11 +175,12 @@ class Forecaster(FrozenModel):
         return _one_case(self.outlook(demand_per_s, end_slot))
 
     def cases_all(self, stream: DemandStream) -> Cases:
-        """Return what `cases` says before every slot of a stream."""
+        """Return what `cases` says before every slot of a stream from its first on."""
         if self.earlier_days is not None:
-            cases = self.earlier_days.cases_all(stream)
+            cases = self.earlier_days.cases_all(stream, np.arange(stream.first, len(stream.per_s)))
             return Cases(cases, np.zeros(cases.shape[:2]))
-        return _one_case(self.outlook_all(stream))
+        median_per_s, spread = self.outlook_all(stream)
+        return _one_case(Outlook(median_per_s[stream.first :], spread[stream.first :]))
 
     def _weighed(self, log: FloatArray, medians: FloatArray, at: IntArray) -> Outlook:
         """Average forecasts made before the consecutive slots `at` with the recent level."""
@@ -259,8 +260,8 @@ class StreamForecasts:
 
     def cases(self, demand_per_s: Sequence[float], end_slot: int) -> Cases:
         """`Forecaster.cases`."""
-        place = end_slot - self._stream.start_slot
-        if not place:
+        place = end_slot - self._stream.start_slot - self._stream.first
+        if place <= 0:
             return self._forecaster.cases(demand_per_s, end_slot)
         return Cases(self._cases.per_s[place], self._cases.spread[place])
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from tokenyard.allocation import dynamics as dyn
 from tokenyard.allocation.plans import PlanTable
+from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.compiled import compiled
 from tokenyard.types import FloatArray, IntArray
 
@@ -27,6 +28,12 @@ OBSERVATION_LIMIT = 5.0
 def observation_size(table: PlanTable) -> int:
     """Numbers in an observation: state, what is known of demand, shape of the plan."""
     return NUM_STATE_FEATURES + NUM_KNOWN + int(table.shape_mask.sum())
+
+
+def cost_unit(scenario: AllocationScenario, table: PlanTable) -> float:
+    """What the whole pool costs for a slot, as a reward counts it; 1 where dollars do not count."""
+    usd = float(table.usd_per_hour.max()) * scenario.slot_s / 3600
+    return usd * scenario.reward.usd or 1.0
 
 
 def shape_of(table: PlanTable) -> IntArray:
@@ -53,6 +60,22 @@ def known_features(
     angle = 2 * np.pi * slots / per_day
     demand = np.hstack([recent, forecasts[:, HORIZONS_SHOWN]]) / scale_per_s
     return np.column_stack([np.sin(angle), np.cos(angle), demand])
+
+
+@compiled
+def write_costs(costs: FloatArray, unit: float, row: npt.NDArray[np.float32]) -> None:
+    """Write what the planner expects each shape to cost beyond the cheapest one into a row's end.
+
+    Args:
+        costs: Shape (S,).
+        unit: Of `cost_unit`.
+        row: Shape (observation_size + S,).
+    """
+    least = costs[0]
+    for j in range(1, len(costs)):
+        least = min(least, costs[j])
+    for j in range(len(costs)):
+        row[len(row) - len(costs) + j] = min((costs[j] - least) / unit, OBSERVATION_LIMIT)
 
 
 @compiled

@@ -37,7 +37,7 @@ class PlannerModel(NamedTuple):
     """Expected cost of a slot from the plan of the row to that of the column, minus the reward,
     shape (K, L, S, S)."""
     candidates: IntArray
-    """Plans among all of the table, shape (S,)."""
+    """Plans among all of the table, one per shape, shape (S,)."""
     pool_per_s: float
     edges_per_s: FloatArray
     """Upper ends of all bins of demand but the last, shape (B - 1,)."""
@@ -104,12 +104,13 @@ def best_next(
         forecast: Demand of the coming slots in Q equally likely cases, shape (H, Q).
         spread: Standard deviations of the logarithm around each, shape (H,).
         current: Candidate in force.
-        scratch: Shape (2 + S, S).
+        scratch: Shape (3 + S, S); its third row is filled with the costs of each candidate from the
+            next slot on.
     """
     costs = planner.costs
     size = costs.shape[2]
     horizon, cases = forecast.shape
-    values, expected = scratch[:2], scratch[2:]
+    values, expected = scratch[:2], scratch[3:]
     values[:] = 0.0
     for q in range(cases):
         reached = 0
@@ -144,6 +145,8 @@ def best_next(
             least = np.inf
             for j in range(size):
                 cost = expected[i, j] / cases + values[0, j]
+                if h == 0:
+                    scratch[2, j] = cost
                 if cost < least:
                     least = cost
                     best = j

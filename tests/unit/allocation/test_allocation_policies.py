@@ -102,12 +102,13 @@ def test_the_compiled_planner_decides_as_the_class_does(name):
 
 
 def test_a_network_decides_alike_where_the_stream_is_known():
-    size, num_shapes = observation_size(TABLE), int(TABLE.shape_mask.sum())
+    num_shapes = int(TABLE.shape_mask.sum())
+    size = observation_size(TABLE) + num_shapes
     weights = np.random.default_rng(0).normal(size=(num_shapes, size))
     # It sees what is known of demand, forecasts among it, and nothing else.
-    weights[:, :NUM_STATE_FEATURES] = weights[:, -num_shapes:] = 0.0
+    weights[:, :NUM_STATE_FEATURES] = weights[:, -2 * num_shapes :] = 0.0
     network = Network(np.zeros(size), np.ones(size), [(weights, np.zeros(num_shapes))])
-    policy = NetworkPlan(SCENARIO, scenario_forecaster(SCENARIO), network, chooses_memory=False)
+    policy = NetworkPlan(SCENARIO, scenario_forecaster(SCENARIO), network, planner_scale=10.0)
     for stream in (STREAM, demand_source(SCENARIO).train(3)):
         stream = replace(stream, per_s=stream.per_s[: stream.first + 200])
         ours, known = (run_allocation(SCENARIO, stream, one) for one in (policy, policy.on(stream)))
@@ -119,8 +120,8 @@ def test_compiled_and_plain_planners_agree():
     planner, rng = make_planner(SCENARIO), np.random.default_rng(0)
     for _ in range(5):
         arguments = (planner, rng.uniform(0.5, 20, (3, 2)), rng.uniform(0, 0.6, 3), 3)
-        fast = best_next(*arguments, np.zeros((17, 15)))
-        assert fast == best_next.py_func(*arguments, np.zeros((17, 15)))
+        fast = best_next(*arguments, np.zeros((18, 15)))
+        assert fast == best_next.py_func(*arguments, np.zeros((18, 15)))
 
 
 def test_the_planner_gives_idle_gpus_back_where_no_request_comes():

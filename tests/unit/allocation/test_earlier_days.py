@@ -37,11 +37,11 @@ def test_plans_are_made_on_earlier_days_where_demand_jumps_and_on_the_regression
 def test_what_is_told_live_is_what_is_told_of_the_whole_stream():
     forecaster, stream = scenario_forecaster(SCENARIO), SOURCE.test(3, num_days=1)
     whole = forecaster.cases_all(stream)
-    assert whole.per_s.shape == (len(stream.per_s), NUM_AHEAD, NUM_CASES)
+    assert whole.per_s.shape == (stream.num_slots, NUM_AHEAD, NUM_CASES)
     assert (np.diff(whole.per_s, axis=2) >= 0).all()
-    for slot in (7, DAY, DAY + 100):
+    for slot in (stream.first, stream.first + 100):
         live = forecaster.cases(stream.per_s[:slot], stream.start_slot + slot)
-        np.testing.assert_allclose(live.per_s, whole.per_s[slot])
+        np.testing.assert_allclose(live.per_s, whole.per_s[slot - stream.first])
 
 
 def test_a_job_is_told_before_it_begins_and_cases_are_as_likely_as_they_say():
@@ -54,6 +54,14 @@ def test_a_job_is_told_before_it_begins_and_cases_are_as_likely_as_they_say():
     median, recent = np.log(before[2:, NUM_CASES // 2]), np.log(stream.per_s[1:-2])
     told = np.corrcoef(median[:-1], np.log(truth[2:-1]))[0, 1]
     assert told > 1.2 * np.corrcoef(recent[:-1], np.log(truth[2:-1]))[0, 1]
+
+
+def test_episodes_begin_at_any_time_of_the_day():
+    rng = np.random.default_rng(0)
+    starts = [SOURCE.episode(10, rng).start_slot for _ in range(40)]
+    assert min(starts) < DAY / 4
+    assert max(starts) > 3 * DAY / 4
+    assert all(0 <= start < DAY for start in starts)
 
 
 def test_too_few_days_are_none():

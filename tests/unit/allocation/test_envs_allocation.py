@@ -20,7 +20,7 @@ GENERATED = load_allocation("a100x8_13b").model_copy(
     [
         ParallelismEnv(scenario=GENERATED),
         ParallelismEnv(scenario=GENERATED, action="grid"),
-        ParallelismEnv(scenario=GENERATED, action="shape", subtract_bound=True),
+        ParallelismEnv(scenario=GENERATED, action="grid", shows_planner=True, subtract_bound=True),
         ParallelismEnv(scenario="a100x8_13b_budget"),
         ParallelismEnv(scenario=GENERATED.model_copy(update={"max_batches": (64, 256)})),
         LiteralParallelismEnv(),
@@ -102,20 +102,8 @@ def test_the_documented_reward_of_the_literal_environment_comes_out():
     assert reward_a.reward(features) == pytest.approx(expected, abs=1e-12)
 
 
-def test_shape_and_memory_name_the_same_plans_as_all_three_parts():
-    three = ParallelismEnv(scenario=GENERATED, episode_slots=1000)
-    two = ParallelismEnv(scenario=GENERATED, episode_slots=1000, action="shape")
-    _, info = three.reset(seed=0)
-    two.reset(seed=0)
-    for shape, (kind, gpus) in enumerate(np.argwhere(info["action_mask"])):
-        memory = np.array([0.9])
-        three.step({"parallelism": kind, "num_gpus": gpus + 1, "memory_fraction": memory})
-        two.step({"shape": shape, "memory_fraction": memory})
-        assert two.sim.plan(0) == three.sim.plan(0)
-
-
 def test_a_list_of_actions_is_the_batch_of_them():
-    options = {"scenario": GENERATED, "action": "shape"}
+    options = {"scenario": GENERATED}
     one, other = ParallelismVectorEnv(3, options), ParallelismVectorEnv(3, options)
     one.action_space.seed(0)
     one.reset(seed=0)

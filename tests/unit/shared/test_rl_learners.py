@@ -22,9 +22,9 @@ from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from unit.rl_builders import a_rollout, fragments
 
 from tokenyard.allocation.observation import ALLOWED
-from tokenyard.rl.allocation.modules import STAY_BONUS, AllocationActorCritic
+from tokenyard.rl.allocation.modules import PLANNER_SCALE, AllocationActorCritic
 from tokenyard.rl.columnar.a2c import A2CConfig, A2CTorchLearner
-from tokenyard.rl.columnar.actions import Hybrid, actions_of
+from tokenyard.rl.columnar.actions import actions_of
 from tokenyard.rl.columnar.columns import Transitions
 from tokenyard.rl.columnar.learners import (
     CENTRE_REWARDS,
@@ -37,17 +37,14 @@ from tokenyard.rl.modules import NORMALISE, ActorCritic, QNetwork, UpdateNormali
 NUM_ACTIONS = 3
 OBSERVATIONS = gymnasium.spaces.Box(-20.0, 20.0, (4,), np.float32)
 ACTIONS = gymnasium.spaces.Discrete(NUM_ACTIONS)
-SEEN_BY_ALLOCATORS = gymnasium.spaces.Box(-5.0, 5.0, (16,), np.float32)
-HYBRID_ACTIONS = gymnasium.spaces.Dict(
-    {
-        "shape": gymnasium.spaces.Discrete(4),
-        "memory_fraction": gymnasium.spaces.Box(0.0, 1.0, (1,), np.float32),
-        "max_batch": gymnasium.spaces.Discrete(2),
-    }
-)
-KEPT = {
-    kind: actions_of(space) for kind, space in (("choice", ACTIONS), ("hybrid", HYBRID_ACTIONS))
+SEEN_BY_ALLOCATORS = gymnasium.spaces.Box(-5.0, 5.0, (20,), np.float32)
+SPACES = {
+    "choice": (OBSERVATIONS, ACTIONS),
+    "box": (OBSERVATIONS, gymnasium.spaces.Box(0.0, 1.0, (2,), np.float32)),
+    "masked": (SEEN_BY_ALLOCATORS, gymnasium.spaces.Discrete(4)),
 }
+"""What is seen and done: by routers, between regions, by allocators."""
+KEPT = {kind: actions_of(actions) for kind, (_, actions) in SPACES.items()}
 
 CONFIGS = {"ppo": PPOConfig, "a2c": A2CConfig, "dqn": DQNConfig}
 STOCK = {"ppo": PPOTorchLearner, "a2c": A2CTorchLearner, "dqn": DQNTorchLearner}
@@ -56,18 +53,16 @@ OURS = {"ppo": PPOColumnarLearner, "a2c": A2CColumnarLearner, "dqn": DQNColumnar
 
 
 def a_learner(algorithm, learner_class, normalise=False, kind="choice", **training):
-    """A built learner of routers, or of allocators; equal arguments give equal weights."""
+    """A built learner; equal arguments give equal weights."""
     defaults = {"grad_clip": 0.5, "grad_clip_by": "global_norm", "lr": 1e-2}
     if algorithm == "dqn":
         defaults |= {"num_atoms": 1, "dueling": False, "double_q": True}
     model = DefaultModelConfig(
         fcnet_hiddens=[16, 16], fcnet_activation="relu", vf_share_layers=False
     )
-    if kind == "hybrid":
-        module, seen, actions = AllocationActorCritic, SEEN_BY_ALLOCATORS, HYBRID_ACTIONS
-    else:
-        module = QNetwork if algorithm == "dqn" else ActorCritic
-        seen, actions = OBSERVATIONS, ACTIONS
+    seen, actions = SPACES[kind]
+    module = AllocationActorCritic if kind == "masked" else ActorCritic
+    module = QNetwork if algorithm == "dqn" else module
     config = (
         CONFIGS[algorithm]()
         .environment(observation_space=seen, action_space=actions)
@@ -75,7 +70,7 @@ def a_learner(algorithm, learner_class, normalise=False, kind="choice", **traini
         .rl_module(
             rl_module_spec=RLModuleSpec(
                 module_class=module,
-                model_config={**asdict(model), NORMALISE: normalise, STAY_BONUS: 1.0},
+                model_config={**asdict(model), NORMALISE: normalise, PLANNER_SCALE: 1.0},
             )
         )
         .learners(
@@ -94,22 +89,22 @@ def a_learner(algorithm, learner_class, normalise=False, kind="choice", **traini
 
 
 def observed(kind, *shape, generator):
-    """What routers or allocators see; of a third of the allocators no change is allowed."""
-    if kind == "choice":
+    """What is seen; of a third of the allocators no change is allowed."""
+    if kind != "masked":
         return torch.randn((*shape, 4), generator=generator)
-    seen = torch.randn((*shape, 16), generator=generator).clamp(-5, 5)
+    seen = torch.randn((*shape, 20), generator=generator).clamp(-5, 5)
     seen[..., ALLOWED] = (torch.rand(shape, generator=generator) > 0.3).float()
     in_force = torch.randint(0, 4, shape, generator=generator)
-    seen[..., -4:] = torch.nn.functional.one_hot(in_force, 4).float()
+    seen[..., -8:-4] = torch.nn.functional.one_hot(in_force, 4).float()
     return seen
 
 
 def allowed_inputs(kind, seen, generator):
     """Outputs of an older network, which chose nothing that was not allowed."""
     inputs = torch.randn((*seen.shape[:-1], KEPT[kind].num_inputs), generator=generator)
-    if kind == "hybrid":
-        forbidden = (seen[..., ALLOWED, None] == 0) & (seen[..., -4:] == 0)
-        inputs[..., -4:].masked_fill_(forbidden, -torch.inf)
+    if kind == "masked":
+        forbidden = (seen[..., ALLOWED, None] == 0) & (seen[..., -8:-4] == 0)
+        inputs.masked_fill_(forbidden, -torch.inf)
     return inputs
 
 
@@ -126,16 +121,6 @@ def on_policy_rows(num=24, seed=0, kind="choice"):
         Postprocessing.ADVANTAGES: torch.randn(num, generator=rng),
         Postprocessing.VALUE_TARGETS: 3.0 * torch.randn(num, generator=rng),
     }
-
-
-def as_rllib(rows, kind):
-    """The same rows with actions as RLlib nests them."""
-    kept = KEPT[kind]
-    if not isinstance(kept, Hybrid):
-        return rows
-    actions = rows[Columns.ACTIONS]
-    nested = {name: actions[..., at] for name, at in zip(kept.names, kept.columns, strict=True)}
-    return {**rows, Columns.ACTIONS: nested}
 
 
 def replayed_rows(num=24, seed=0):
@@ -198,7 +183,7 @@ def test_losses_gradients_and_metrics_are_those_of_the_stock_learner(algorithm, 
         values = stock.module[DEFAULT_MODULE_ID].compute_values(rows).detach()
         rows[Postprocessing.ADVANTAGES] = rows[Postprocessing.VALUE_TARGETS] - values
 
-    expected_loss, expected = stock_gradients(stock, as_rllib(rows, kind))
+    expected_loss, expected = stock_gradients(stock, rows)
     loss, found, metrics = slim_gradients(ours, rows)
 
     torch.testing.assert_close(loss, expected_loss)
@@ -215,7 +200,7 @@ def test_losses_gradients_and_metrics_are_those_of_the_stock_learner(algorithm, 
 
 @pytest.mark.parametrize("grad_clip_by", ["global_norm", "norm", "value"])
 @pytest.mark.parametrize(
-    ("algorithm", "kind"), [("ppo", "choice"), ("ppo", "hybrid"), ("dqn", "choice")]
+    ("algorithm", "kind"), [("ppo", "choice"), ("ppo", "box"), ("ppo", "masked"), ("dqn", "choice")]
 )
 def test_a_whole_update_leaves_the_weights_of_the_stock_learners_update(
     algorithm, kind, grad_clip_by
@@ -237,8 +222,7 @@ def test_a_whole_update_leaves_the_weights_of_the_stock_learners_update(
         rows = on_policy_rows(kind=kind)
         sampled = [a_rollout(np.random.default_rng(0), 2, 12, size=4, num_actions=NUM_ACTIONS)]
         ours.batch_of = lambda sampled, module: rows
-    batch = SampleBatch(as_rllib(rows, kind))
-    batch = MultiAgentBatch({DEFAULT_MODULE_ID: batch}, env_steps=24)
+    batch = MultiAgentBatch({DEFAULT_MODULE_ID: SampleBatch(rows)}, env_steps=24)
 
     theirs = stock.update(training_data=TrainingData(batch=batch), timesteps=timesteps, **plan)
     found = ours.update(training_data=TrainingData(episodes=sampled), timesteps=timesteps, **plan)
@@ -283,17 +267,9 @@ def episodes_of(rollout, kind):
             steps = slice(start, stop), copy
             inputs = torch.from_numpy(rollout.action_inputs[steps])
             actions = torch.from_numpy(rollout.actions[steps])
-            nested = as_rllib({Columns.ACTIONS: actions}, kind)[Columns.ACTIONS]
-            if kind == "hybrid":
-                each = [
-                    {name: part[t].numpy() for name, part in nested.items()}
-                    for t in range(len(actions))
-                ]
-            else:
-                each = list(nested.numpy())
             yield SingleAgentEpisode(
                 observations=list(rollout.observations[start : stop + 1, copy]),
-                actions=each,
+                actions=list(actions.numpy()),
                 rewards=rollout.rewards[steps].tolist(),
                 terminated=bool(rollout.terminated[stop - 1, copy]),
                 truncated=bool(rollout.truncated[stop - 1, copy]),
@@ -301,8 +277,8 @@ def episodes_of(rollout, kind):
                     Columns.ACTION_DIST_INPUTS: list(inputs.numpy()),
                     Columns.ACTION_LOGP: kept.distribution(inputs).log_prob(actions).tolist(),
                 },
-                observation_space=SEEN_BY_ALLOCATORS if kind == "hybrid" else OBSERVATIONS,
-                action_space=HYBRID_ACTIONS if kind == "hybrid" else ACTIONS,
+                observation_space=SPACES[kind][0],
+                action_space=SPACES[kind][1],
                 len_lookback_buffer=0,
             ).to_numpy()
 

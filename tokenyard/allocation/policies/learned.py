@@ -53,7 +53,7 @@ class ForecastPlanner(ForecastingPolicy):
         self._table, self._planner = plan_table(scenario), planner_on(scenario, forecaster)
         self._slot_s = scenario.slot_s
         size = len(self._planner.candidates)
-        self._scratch = np.zeros((2 + size, size))
+        self._scratch = np.zeros((3 + size, size))
 
     def allocate(self, state: AllocationState) -> Plan:
         """Forecast, plan, and return the first step."""
@@ -95,22 +95,15 @@ class ValueTable:
         return state.plan if chosen == now else self._table.plans[self._planner.candidates[chosen]]
 
 
-MEMORY_OUTPUTS = 2
-"""Outputs of a hybrid network for the memory fraction: its mean and the logarithm of its spread,
-from -1 for 0 to 1 for 1. Before them come preferences for the limits of the batch, where the
-scenario has several, and after them those for shapes."""
-
-
 class NetworkPlan(ForecastingPolicy):
-    """The plan that a trained network prefers."""
+    """The planner, whose expected costs a trained network corrects."""
 
     def __init__(
         self,
         scenario: AllocationScenario,
         forecaster: Forecaster,
         network: Network,
-        chooses_memory: bool,
-        stay_bonus: float = 0.0,
+        planner_scale: float,
     ) -> None:
         """Prepare the observation.
 
@@ -118,17 +111,16 @@ class NetworkPlan(ForecastingPolicy):
             scenario: Whose plans.
             forecaster: Of demand.
             network: From observations to preferences for shapes.
-            chooses_memory: Whether other outputs come before them (`MEMORY_OUTPUTS`); else every
-                shape has the memory of `PlanTable.best_memory`.
-            stay_bonus: Added to the preference for what is in force.
+            planner_scale: What the planner's costs lower a preference by, per `cost_unit`.
         """
         self._scenario, self._forecaster = scenario, forecaster
-        self._network, self._chooses_memory = network, chooses_memory
-        self._stay_bonus = stay_bonus
+        self._network, self._planner_scale = network, planner_scale
         self._table, self._model = plan_table(scenario), dyn.make_model(scenario)
-        self._shapes = ob.shape_of(self._table)
-        self._row = np.zeros(ob.observation_size(self._table), np.float32)
-        self._memories = np.array(scenario.memory_fractions)
+        self._planner = planner_on(scenario, forecaster)
+        self._shapes, self._unit = ob.shape_of(self._table), ob.cost_unit(scenario, self._table)
+        size = len(self._planner.candidates)
+        self._scratch = np.zeros((3 + size, size))
+        self._row = np.zeros(ob.observation_size(self._table) + size, np.float32)
 
     def observe(self, state: AllocationState) -> npt.NDArray[np.float32]:
         """Return the observation that the network trained on; the array is reused."""
@@ -156,21 +148,17 @@ class NetworkPlan(ForecastingPolicy):
             self._model, plan, state.slots_since_switch, state.budget_left, state.may_switch, out,
             shown, self._shapes[plan], scale, self._row,
         )  # fmt: skip
+        cases, spread = self._forecaster.cases(demand, slot)
+        best_next(self._planner, cases, spread, int(self._shapes[plan]), self._scratch)
+        ob.write_costs(self._scratch[2], self._unit, self._row)
         return self._row
 
     def allocate(self, state: AllocationState) -> Plan:
-        """Take the best output; memory is the mean, in the scenario's steps."""
+        """Take the shape that planner and network together prefer."""
         if not state.may_switch:
             return state.plan
-        table = self._table
-        outputs = self._network(self.observe(state)[None])[0]
-        preferences = outputs[-int(table.shape_mask.sum()) :]
-        preferences[self._shapes[table.find(state.plan)]] += self._stay_bonus
-        if not self._chooses_memory:
-            return table.plans[table.best_memory[int(preferences.argmax())]]
-        kind, gpus = np.argwhere(table.shape_mask)[int(preferences.argmax())]
-        *limits, mean, _ = outputs[: -len(preferences)]
-        memory = float(np.clip((mean + 1.0) / 2.0, 0.0, 1.0))
-        step = max(int(np.searchsorted(self._memories, memory + 1e-6, side="right")) - 1, 0)
-        limit = int(np.argmax(limits)) if limits else 0
-        return table.plans[int(table.index[kind, gpus, step, limit])]
+        row, table = self.observe(state), self._table
+        corrections = self._network(row[None])[0]
+        chosen = int((corrections - self._planner_scale * row[-len(corrections) :]).argmax())
+        is_in_force = chosen == self._shapes[table.find(state.plan)]
+        return state.plan if is_in_force else table.plans[table.best_memory[chosen]]

@@ -16,6 +16,7 @@ from tokenyard.allocation import observation as ob
 from tokenyard.allocation.demand import DemandStream
 from tokenyard.allocation.dynamics import NUM_OUT, Model, make_model
 from tokenyard.allocation.forecast import Forecaster
+from tokenyard.allocation.markov import planner_on
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.allocation.simulator import kernel
@@ -35,21 +36,22 @@ def stream_rows(
     forecasts, both over `scale_per_s`. The last row shows what comes after the stream.
     """
     n = len(stream.per_s)
-    # A last slot of unknown demand, so that the state after the stream can be shown.
-    longer = DemandStream(
-        np.append(stream.per_s, stream.per_s[-1]), stream.first, stream.start_slot
-    )
     rows = np.zeros((n + 1, 1 + ob.NUM_KNOWN))
     rows[:n, kernel.DEMAND] = stream.per_s
     before = np.arange(n + 1)[:, None] - 1 - np.arange(ob.NUM_RECENT_SHOWN)
     rows[:, kernel.KNOWN :] = ob.known_features(
         stream.start_slot + np.arange(n + 1),
         stream.per_s[np.maximum(before, 0)],
-        forecaster.forecast_all(longer),
+        forecaster.forecast_all(_longer(stream)),
         scale_per_s,
         slots_per_day,
     )
     return rows
+
+
+def _longer(stream: DemandStream) -> DemandStream:
+    """With a last slot of unknown demand, so that the state after the stream can be shown."""
+    return DemandStream(np.append(stream.per_s, stream.per_s[-1]), stream.first, stream.start_slot)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +79,7 @@ class AllocationSim:
         num_slots: int,
         forecaster: Forecaster,
         objective: Objective | None = None,
+        shows_planner: bool = False,
     ) -> None:
         """Make empty copies.
 
@@ -86,6 +89,7 @@ class AllocationSim:
             num_slots: Longest stream that is loaded, its history not counted.
             forecaster: Whose forecasts observations show.
             objective: What is rewarded, in place of the scenario's.
+            shows_planner: Whether observations end with what the planner expects of every shape.
         """
         self.scenario = scenario
         self.table = plan_table(scenario)
@@ -109,7 +113,15 @@ class AllocationSim:
         self._bounds = np.zeros(num_copies)
         self._stepped = np.zeros(num_copies, np.bool_)
         self._out = np.zeros(NUM_OUT)
-        self._rows = np.zeros((num_copies, ob.observation_size(self.table)), np.float32)
+        size = ob.observation_size(self.table)
+        self._planner = planner_on(scenario, forecaster, objective) if shows_planner else None
+        if self._planner is not None:
+            num_shapes = len(self._planner.candidates)
+            size += num_shapes
+            self._unit = ob.cost_unit(scenario, self.table)
+            self._scratch = np.zeros((3 + num_shapes, num_shapes))
+            self._cases, self._spreads = np.zeros((0, 0, 0, 0)), np.zeros((0, 0, 0))
+        self._rows = np.zeros((num_copies, size), np.float32)
 
     @property
     def num_refused(self) -> int:
@@ -147,6 +159,13 @@ class AllocationSim:
         rows = stream_rows(stream, self.forecaster, self.scale_per_s, slots_per_day)
         shown = rows[stream.first :]
         self._streams[copy, : len(shown)] = shown
+        if self._planner is not None:
+            cases, spreads = self.forecaster.cases_all(_longer(stream))
+            if not len(self._cases):
+                copies, slots, _ = self._streams.shape
+                self._cases = np.zeros((copies, slots, *cases.shape[1:]))
+                self._spreads = np.zeros((copies, slots, *spreads.shape[1:]))
+            self._cases[copy, : len(cases)], self._spreads[copy, : len(spreads)] = cases, spreads
         self.counts[copy, kernel.LAST] = stream.num_slots
         self.restart(copy, self.sufficient_plan(stream) if plan is None else plan)
 
@@ -169,6 +188,11 @@ class AllocationSim:
             self.model, self._streams, self.rules, self.counts, self.outs, self.shapes,
             self.scale_per_s, self._rows,
         )  # fmt: skip
+        if self._planner is not None:
+            kernel.show_costs(
+                self._planner, self._unit, self._cases, self._spreads, self.counts, self.shapes,
+                self._scratch, self._rows,
+            )  # fmt: skip
         return self._rows
 
     def step(self, actions: IntArray) -> FloatArray:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from tokenyard.allocation.dynamics import BACKLOG, run_slot
-from tokenyard.allocation.observation import write_observation
+from tokenyard.allocation.observation import write_costs, write_observation
+from tokenyard.allocation.planner import best_next
 from tokenyard.compiled import compiled
 
 PLAN, SLOT, LAST, SINCE, LEFT, REFUSED, SATURATED, NUM_COUNTS = range(8)
@@ -95,3 +96,12 @@ def observe_all(model, streams, rules, counts, outs, shape_of, scale_per_s, rows
     """Write the observation of every copy."""
     for i in range(len(rows)):
         observe_one(model, streams[i], rules, counts[i], outs[i], shape_of, scale_per_s, rows[i])
+
+
+@compiled
+def show_costs(planner, unit, cases, spreads, counts, shape_of, scratch, rows):
+    """Write what the planner expects of every shape into the end of every copy's observation."""
+    for i in range(len(rows)):
+        slot, shape = counts[i, SLOT], shape_of[counts[i, PLAN]]
+        best_next(planner, cases[i, slot], spreads[i, slot], shape, scratch)
+        write_costs(scratch[2], unit, rows[i])

@@ -79,15 +79,11 @@ class StreamRunner:
 
     @cached_property
     def _planning(self) -> tuple[PlannerModel, FloatArray, FloatArray, IntArray, FloatArray]:
-        """The planner, cases and spreads of every slot, candidate of every plan, scratch."""
+        """The planner, cases and spreads of every slot, shape of every plan, scratch."""
         planner = planner_on(self.scenario, self._forecaster, self._objective)
-        cases, spread = (
-            np.ascontiguousarray(values[self.stream.first :])
-            for values in self._forecaster.cases_all(self.stream)
-        )
+        cases, spread = map(np.ascontiguousarray, self._forecaster.cases_all(self.stream))
         size = len(planner.candidates)
-        to_candidate = candidate_of(planner, self.sim.shapes)
-        return planner, cases, spread, to_candidate, np.zeros((2 + size, size))
+        return planner, cases, spread, self.sim.shapes, np.zeros((3 + size, size))
 
     def highest(self, window: int) -> FloatArray:
         """Highest demand of the last `window` slots before each, shape (slots,)."""
@@ -100,14 +96,6 @@ class StreamRunner:
     def run_planner(self) -> AllocationOutcomes:
         """Run the receding-horizon planner."""
         return self._run(run_planner, *self._planning)
-
-    def planned(self, slot: int) -> int:
-        """Return what the planner would have in force in a slot after the present plan."""
-        planner, cases, spread, to_candidate, scratch = self._planning
-        now = self.sim.plan(0)
-        current = int(to_candidate[now])
-        chosen = best_next(planner, cases[slot], spread[slot], current, scratch)
-        return now if chosen == current else int(planner.candidates[chosen])
 
     def run_autoscaler(
         self, family: IntArray, out_signal: FloatArray, in_signal: FloatArray, cooldown: int
@@ -135,12 +123,6 @@ class StreamRunner:
             self._plans,
         )  # fmt: skip
         return AllocationOutcomes(self._plans.copy(), self._outs.copy(), sim.num_refused)
-
-
-def candidate_of(planner: PlannerModel, shapes: IntArray) -> IntArray:
-    """Return the planner's candidate of the same shape for every plan, shape (P,)."""
-    by_shape = {int(shapes[plan]): i for i, plan in enumerate(planner.candidates.tolist())}
-    return np.array([by_shape[int(shape)] for shape in shapes], np.int64)
 
 
 @compiled
