@@ -1,4 +1,4 @@
-"""AllocationTrial with real Ray actors, hybrid actions as columns all the way."""
+"""AllocationTrial with real Ray actors, actions as columns all the way."""
 
 import numpy as np
 import pytest
