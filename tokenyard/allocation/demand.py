@@ -1,10 +1,10 @@
 """Requests per second, slot by slot: from the CPU trace, from recorded LLM requests, or generated.
 
 The trace of CPU use (Azure, 30 days in slots of 5 minutes, CC-BY 4.0) is a fleet's aggregate: only
-its shape is used, min-max normalised. Days 1 to 20 are for training, 21 to 30 for tests. The
-generator is fitted to the training days and ships as parameters: the logarithm of demand is a
-profile of the day and of the hour (jobs start on the hour), a level per day, and a second-order
-autoregression.
+its shape is used, min-max normalised. Days 1 to 20 are for training, 21 to 30 for tests. Policies
+learn from days 1 to 14, and the six that follow choose among them. The generator is fitted to the
+training days and ships as parameters: the logarithm of demand is a profile of the day and of the
+hour (jobs start on the hour), a level per day, and a second-order autoregression.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ _PROVENANCE = (
 _MOST_OF_TRACE = 1.2
 """Generated values above this multiple of the trace's highest are cut there."""
 
+_LEARNED_SHARE = 0.7
+"""Of a trace's training part, from its beginning on."""
 _TRAINING, _EVALUATION = 0, 2
 """Parts of the seeds of noise, so that no seed of one gives the noise of another."""
 
@@ -213,12 +215,29 @@ class DemandSource:
             return TRAIN_DAYS * TRACE_SLOTS_PER_DAY
         return len(self._trace) * 2 // 3
 
-    def train(self, seed: int = 0, num_days: int = TRAIN_DAYS) -> DemandStream:
-        """Demand of the training part with fresh noise."""
+    def _learned(self) -> int:
+        """End of what policies learn from; the rest of the training part chooses among them."""
+        return int(self._split() * _LEARNED_SHARE)
+
+    def train(
+        self, seed: int = 0, num_days: int = TRAIN_DAYS, is_learned: bool = False
+    ) -> DemandStream:
+        """Demand of the training part with fresh noise.
+
+        `is_learned`: of a trace only what policies learn from, without what chooses among them.
+        """
         rng = np.random.default_rng([seed, _TRAINING])
         if self._trace is not None:
-            return DemandStream(self._scaled(self._trace[: self._split()], rng), 0, 0)
+            end = self._learned() if is_learned else self._split()
+            return DemandStream(self._scaled(self._trace[:end], rng), 0, 0)
         return DemandStream(self._scaled(self._generated(num_days, rng), rng), 0, 0)
+
+    def validation(self, seed: int) -> DemandStream:
+        """Demand of the training part that no policy learns from, after two days of history."""
+        if self._trace is None:
+            return self.train(seed)
+        rng = np.random.default_rng([seed, _TRAINING])
+        return self._part(self._learned(), self._split(), rng)
 
     def test(self, seed: int = 0, num_days: int | None = None) -> DemandStream:
         """Demand of the test part after two days of history; of recurring kinds 30 days.
@@ -226,32 +245,33 @@ class DemandSource:
         Seeds differ in the noise; of the generator in everything.
         """
         rng = np.random.default_rng([seed, _EVALUATION])
-        history = HISTORY_DAYS * self.slots_per_day
         if self._trace is None:
             usual = 3 * TEST_DAYS if self._demand.source in RECURRING_KINDS else TEST_DAYS
             values = self._generated(HISTORY_DAYS + (num_days or usual), rng)
-            return DemandStream(self._scaled(values, rng), history, 0)
-        start = max(0, self._split() - history)
-        return DemandStream(
-            self._scaled(self._trace[start:], rng),
-            self._split() - start,
-            start % self.slots_per_day,
-        )
+            return DemandStream(self._scaled(values, rng), HISTORY_DAYS * self.slots_per_day, 0)
+        return self._part(self._split(), len(self._trace), rng)
 
     def episode(self, num_slots: int, rng: np.random.Generator) -> DemandStream:
-        """A random stretch of the training part with fresh noise, history before it."""
+        """A random stretch of what is learned from, with fresh noise, history before it."""
         history = HISTORY_DAYS * self.slots_per_day
         length = history + num_slots
         if self._trace is None:
             start = int(rng.integers(self.slots_per_day))
             values = self._generated(-(-(start + length) // self.slots_per_day), rng)
             return DemandStream(self._scaled(values[start : start + length], rng), history, start)
-        start = int(rng.integers(max(1, self._split() - length)))
-        values = self._trace[start : min(start + length, self._split())]
+        start = int(rng.integers(max(1, self._learned() - length)))
+        values = self._trace[start : min(start + length, self._learned())]
         # A recorded hour may be shorter than an episode: it comes again.
         return DemandStream(
             self._scaled(np.resize(values, length), rng), history, start % self.slots_per_day
         )
+
+    def _part(self, first: int, end: int, rng: np.random.Generator) -> DemandStream:
+        """Slots of the trace with fresh noise, after two days of history."""
+        assert self._trace is not None
+        start = max(0, first - HISTORY_DAYS * self.slots_per_day)
+        values = self._scaled(self._trace[start:end], rng)
+        return DemandStream(values, first - start, start % self.slots_per_day)
 
     def _generated(self, num_days: int, rng: np.random.Generator) -> FloatArray:
         day = self.slots_per_day

@@ -106,10 +106,10 @@ class Allocation(Problem[AllocationScenario, AllocationArtifact, Demands, Alloca
     def streams(
         self, scenario: AllocationScenario, purpose: Purpose, count: int, seed: int
     ) -> Demands:
-        """The training part under noise that no learner trains on, or the test part."""
+        """The end of the training part, which no learner trains on, or the test part."""
         source = demand_source(scenario)
         if purpose == "validation":
-            drawn = [source.train(1_000 + 100 * seed + i) for i in range(count)]
+            drawn = [source.validation(1_000 + 100 * seed + i) for i in range(count)]
         else:
             drawn = [source.test(seed + i) for i in range(count)]
         return Drawn(drawn, f"{count} draws of noise; {source.origin}")

@@ -138,7 +138,7 @@ class TabularLearner:
         planner = make_planner(scenario)
         self._model, self._candidates = make_model(scenario), planner.candidates
         source = demand_source(scenario)
-        draws = [source.train(10_000 * (seed + 1) + i) for i in range(_NUM_DRAWS)]
+        draws = [source.train(10_000 * (seed + 1) + i, is_learned=True) for i in range(_NUM_DRAWS)]
         self.edges: FloatArray = np.quantile(
             np.concatenate([draw.per_s for draw in draws]), np.linspace(0, 1, NUM_BINS + 1)[1:-1]
         )

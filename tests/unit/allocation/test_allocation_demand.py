@@ -1,3 +1,5 @@
+import copy
+
 import numpy as np
 import pytest
 
@@ -62,6 +64,23 @@ def test_forecasts_err_by_less_than_the_last_slot_and_the_profile_do():
     ours = np.log(forecasts[stream.first :, 0]) - log[stream.first :]
     last = log[stream.first - 1 : -1] - log[stream.first :]
     assert ours.std() < 0.9 * last.std()
+
+
+def test_nothing_is_learned_from_the_days_of_a_trace_that_choose_or_judge():
+    scenario = on_generated_demand("a100x8_13b")
+    exact = scenario.demand.model_copy(update={"noise": 0.0})
+    source = copy.copy(demand_source(scenario.model_copy(update={"demand": exact})))
+    source._trace = np.linspace(0.0, 1.0, 3000)  # Demand tells the slot.
+    rng = np.random.default_rng(0)
+    learned = [source.episode(50, rng).per_s.max() for _ in range(100)]
+    learned.append(source.train(1, is_learned=True).per_s.max())
+    choosing, judging = source.validation(1), source.test(1)
+    assert max(learned) < choosing.per_s[choosing.first :].min()
+    assert choosing.num_slots == 600
+    assert judging.num_slots == 1000
+    both = source.train(1).num_slots
+    assert both == 2000
+    assert choosing.start_slot == (both - choosing.num_slots - choosing.first) % 288
 
 
 def test_a_forecaster_of_another_design_is_refused():
