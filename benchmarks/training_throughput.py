@@ -22,7 +22,7 @@ normalised observations and a network that corrects a rule, which Stable-Baselin
 On a fleet (`--scenario local_cpu`) there is that recipe alone, and the baseline is tuned marginal
 delay. Stable-Baselines3 is shown the same observations there.
 
-Allocators have hybrid actions and a recipe of their own; arrays and RLlib as shipped take turns in
+Allocators have a recipe of their own; arrays and RLlib as shipped take turns in
 the same way, judged by their cost per hour against the tuned autoscaler's. `--budget-cpu-s 0` gives
 all of them `--least-slices` slices, so that what they have learned from as many slots can be
 compared.
