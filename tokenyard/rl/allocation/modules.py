@@ -22,7 +22,7 @@ PLANNER_SCALE = "planner_scale"
 in logits or in values."""
 
 
-def beside_planner(corrections: Tensor, observations: Tensor, scale: float) -> Tensor:
+def planner_preferences(corrections: Tensor, observations: Tensor, scale: float) -> Tensor:
     """Take the planner's costs off, and rule shapes out where no change is allowed.
 
     Args:
@@ -37,7 +37,7 @@ def beside_planner(corrections: Tensor, observations: Tensor, scale: float) -> T
     return (corrections - scale * costs).masked_fill(fixed & (in_force == 0), -torch.inf)
 
 
-class _BesidePlanner:
+class _CorrectsPlanner:
     """Part of a module that corrects the planner."""
 
     model_config: dict[str, Any]
@@ -51,12 +51,12 @@ class _BesidePlanner:
             self.policy_layers[-1].weight.zero_()
 
     def _adjusted(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
-        return beside_planner(outputs, batch[Columns.OBS], self.planner_scale)
+        return planner_preferences(outputs, batch[Columns.OBS], self.planner_scale)
 
 
-class AllocationActorCritic(_BesidePlanner, modules.ActorCritic):
+class AllocationActorCritic(_CorrectsPlanner, modules.ActorCritic):
     """Actor and critic of PPO and A2C over shapes."""
 
 
-class AllocationQNetwork(_BesidePlanner, modules.QNetwork):
+class AllocationQNetwork(_CorrectsPlanner, modules.QNetwork):
     """Q-network of DQN over shapes."""
