@@ -252,7 +252,7 @@ class DemandSource:
         return self._part(self._split(), len(self._trace), rng)
 
     def episode(self, num_slots: int, rng: np.random.Generator) -> DemandStream:
-        """A random stretch of what is learned from, with fresh noise, history before it."""
+        """A random stretch of the learned part with fresh noise, history before it."""
         history = HISTORY_DAYS * self.slots_per_day
         length = history + num_slots
         if self._trace is None:

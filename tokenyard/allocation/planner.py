@@ -89,6 +89,16 @@ def _certain_costs(
                 costs[level, i, j] = -reward
 
 
+COSTS = 2
+"""Row of a scratch with the costs that `best_next` leaves there."""
+
+
+def make_scratch(planner: PlannerModel) -> FloatArray:
+    """Make room for one `best_next` at a time, shape (3 + S, S)."""
+    size = len(planner.candidates)
+    return np.zeros((COSTS + 1 + size, size))
+
+
 @compiled
 def best_next(
     planner: PlannerModel,
@@ -104,13 +114,13 @@ def best_next(
         forecast: Demand of the coming slots in Q equally likely cases, shape (H, Q).
         spread: Standard deviations of the logarithm around each, shape (H,).
         current: Candidate in force.
-        scratch: Shape (3 + S, S); its third row is filled with the costs of each candidate from the
-            next slot on.
+        scratch: Of `make_scratch`; its row `COSTS` is filled with what each candidate costs from
+            the next slot on.
     """
     costs = planner.costs
     size = costs.shape[2]
     horizon, cases = forecast.shape
-    values, expected = scratch[:2], scratch[3:]
+    values, expected = scratch[:COSTS], scratch[COSTS + 1 :]
     values[:] = 0.0
     for q in range(cases):
         reached = 0
@@ -146,7 +156,7 @@ def best_next(
             for j in range(size):
                 cost = expected[i, j] / cases + values[0, j]
                 if h == 0:
-                    scratch[2, j] = cost
+                    scratch[COSTS, j] = cost
                 if cost < least:
                     least = cost
                     best = j

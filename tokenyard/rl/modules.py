@@ -89,6 +89,8 @@ class Observes:
     normaliser: Any
     observation_space: Any
     model_config: dict[str, Any]
+    output_gain = OUTPUT_GAIN
+    """Factor on the initial output weights."""
 
     def observe(self, observations: Tensor) -> None:
         """Let the normaliser, if there is one, learn from observations of shape (num, size)."""
@@ -115,10 +117,10 @@ def linear_layers(network: nn.Module) -> list[nn.Linear]:
 
 
 @torch.no_grad()
-def shrink_last_layer(network: nn.Module) -> None:
+def shrink_last_layer(network: nn.Module, gain: float = OUTPUT_GAIN) -> None:
     """Make a fresh network nearly silent."""
     last = linear_layers(network)[-1]
-    last.weight.mul_(OUTPUT_GAIN)
+    last.weight.mul_(gain)
     last.bias.zero_()
 
 
@@ -128,7 +130,7 @@ class ActorCritic(Observes, DefaultPPOTorchRLModule):
     def setup(self) -> None:
         """Build the networks that RLlib ships, and a nearly silent output; then the normaliser."""
         super().setup()
-        shrink_last_layer(self.pi)
+        shrink_last_layer(self.pi, self.output_gain)
         self._add_normaliser()
 
     @property
@@ -158,7 +160,7 @@ class QNetwork(Observes, DefaultDQNTorchRLModule):
     def setup(self) -> None:
         """As of `ActorCritic`."""
         super().setup()
-        shrink_last_layer(self.af)
+        shrink_last_layer(self.af, self.output_gain)
         self._add_normaliser()
 
     @property

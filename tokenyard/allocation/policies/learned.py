@@ -17,7 +17,7 @@ from tokenyard.allocation import observation as ob
 from tokenyard.allocation.demand import DemandStream
 from tokenyard.allocation.forecast import Forecaster, StreamForecasts, scenario_forecaster
 from tokenyard.allocation.markov import planner_on
-from tokenyard.allocation.planner import best_next, make_planner
+from tokenyard.allocation.planner import COSTS, best_next, make_planner, make_scratch
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies.rules import candidate_index
 from tokenyard.allocation.scenario import AllocationScenario
@@ -52,8 +52,7 @@ class ForecastPlanner(ForecastingPolicy):
         self._forecaster = forecaster = forecaster or scenario_forecaster(scenario)
         self._table, self._planner = plan_table(scenario), planner_on(scenario, forecaster)
         self._slot_s = scenario.slot_s
-        size = len(self._planner.candidates)
-        self._scratch = np.zeros((3 + size, size))
+        self._scratch = make_scratch(self._planner)
 
     def allocate(self, state: AllocationState) -> Plan:
         """Forecast, plan, and return the first step."""
@@ -96,7 +95,7 @@ class ValueTable:
 
 
 class NetworkPlan(ForecastingPolicy):
-    """The planner, whose expected costs a trained network corrects."""
+    """The planner with its expected costs corrected by a trained network."""
 
     def __init__(
         self,
@@ -118,9 +117,9 @@ class NetworkPlan(ForecastingPolicy):
         self._table, self._model = plan_table(scenario), dyn.make_model(scenario)
         self._planner = planner_on(scenario, forecaster)
         self._shapes, self._unit = ob.shape_of(self._table), ob.cost_unit(scenario, self._table)
-        size = len(self._planner.candidates)
-        self._scratch = np.zeros((3 + size, size))
-        self._row = np.zeros(ob.observation_size(self._table) + size, np.float32)
+        self._scratch = make_scratch(self._planner)
+        size = ob.observation_size(self._table) + len(self._planner.candidates)
+        self._row = np.zeros(size, np.float32)
 
     def observe(self, state: AllocationState) -> npt.NDArray[np.float32]:
         """Return the observation that the network trained on; the array is reused."""
@@ -150,7 +149,7 @@ class NetworkPlan(ForecastingPolicy):
         )  # fmt: skip
         cases, spread = self._forecaster.cases(demand, slot)
         best_next(self._planner, cases, spread, int(self._shapes[plan]), self._scratch)
-        ob.write_costs(self._scratch[2], self._unit, self._row)
+        ob.write_costs(self._scratch[COSTS], self._unit, self._row)
         return self._row
 
     def allocate(self, state: AllocationState) -> Plan:
@@ -161,4 +160,4 @@ class NetworkPlan(ForecastingPolicy):
         corrections = self._network(row[None])[0]
         chosen = int((corrections - self._planner_scale * row[-len(corrections) :]).argmax())
         is_in_force = chosen == self._shapes[table.find(state.plan)]
-        return state.plan if is_in_force else table.plans[table.best_memory[chosen]]
+        return state.plan if is_in_force else table.plans[self._planner.candidates[chosen]]

@@ -17,6 +17,7 @@ from tokenyard.allocation.demand import DemandStream
 from tokenyard.allocation.dynamics import NUM_OUT, Model, make_model
 from tokenyard.allocation.forecast import Forecaster
 from tokenyard.allocation.markov import planner_on
+from tokenyard.allocation.planner import make_scratch
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.allocation.simulator import kernel
@@ -116,10 +117,9 @@ class AllocationSim:
         size = ob.observation_size(self.table)
         self._planner = planner_on(scenario, forecaster, objective) if shows_planner else None
         if self._planner is not None:
-            num_shapes = len(self._planner.candidates)
-            size += num_shapes
+            size += len(self._planner.candidates)
             self._unit = ob.cost_unit(scenario, self.table)
-            self._scratch = np.zeros((3 + num_shapes, num_shapes))
+            self._scratch = make_scratch(self._planner)
             self._cases, self._spreads = np.zeros((0, 0, 0, 0)), np.zeros((0, 0, 0))
         self._rows = np.zeros((num_copies, size), np.float32)
 

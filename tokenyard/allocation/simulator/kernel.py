@@ -13,7 +13,7 @@ import numpy as np
 
 from tokenyard.allocation.dynamics import BACKLOG, run_slot
 from tokenyard.allocation.observation import write_costs, write_observation
-from tokenyard.allocation.planner import best_next
+from tokenyard.allocation.planner import COSTS, best_next
 from tokenyard.compiled import compiled
 
 PLAN, SLOT, LAST, SINCE, LEFT, REFUSED, SATURATED, NUM_COUNTS = range(8)
@@ -104,4 +104,4 @@ def show_costs(planner, unit, cases, spreads, counts, shape_of, scratch, rows):
     for i in range(len(rows)):
         slot, shape = counts[i, SLOT], shape_of[counts[i, PLAN]]
         best_next(planner, cases[i, slot], spreads[i, slot], shape, scratch)
-        write_costs(scratch[2], unit, rows[i])
+        write_costs(scratch[COSTS], unit, rows[i])

@@ -16,7 +16,7 @@ from tokenyard.allocation.demand import DemandStream
 from tokenyard.allocation.dynamics import NUM_OUT, measurements
 from tokenyard.allocation.forecast import Forecaster, history_slots, scenario_forecaster
 from tokenyard.allocation.markov import planner_on
-from tokenyard.allocation.planner import PlannerModel, best_next
+from tokenyard.allocation.planner import PlannerModel, best_next, make_scratch
 from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.allocation.simulator import AllocationOutcomes, AllocationSim
 from tokenyard.allocation.simulator.kernel import LEFT, PLAN, REFUSED, SINCE, may_switch, step_one
@@ -82,8 +82,7 @@ class StreamRunner:
         """The planner, cases and spreads of every slot, shape of every plan, scratch."""
         planner = planner_on(self.scenario, self._forecaster, self._objective)
         cases, spread = map(np.ascontiguousarray, self._forecaster.cases_all(self.stream))
-        size = len(planner.candidates)
-        return planner, cases, spread, self.sim.shapes, np.zeros((3 + size, size))
+        return planner, cases, spread, self.sim.shapes, make_scratch(planner)
 
     def highest(self, window: int) -> FloatArray:
         """Highest demand of the last `window` slots before each, shape (slots,)."""
@@ -127,7 +126,7 @@ class StreamRunner:
 
 @compiled
 def run_planner(
-    model, stream, rules, counts, numbers, planner, cases, spreads, to_candidate, scratch, outs,
+    model, stream, rules, counts, numbers, planner, cases, spreads, shape_of, scratch, outs,
     plans,
 ):  # fmt: skip
     """Plan and live through every slot."""
@@ -135,7 +134,7 @@ def run_planner(
         now = counts[PLAN]
         action = now
         if may_switch(counts, rules):
-            current = to_candidate[now]
+            current = shape_of[now]
             chosen = best_next(planner, cases[t], spreads[t], current, scratch)
             if chosen != current:
                 action = planner.candidates[chosen]

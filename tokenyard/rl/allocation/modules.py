@@ -37,18 +37,15 @@ def planner_preferences(corrections: Tensor, observations: Tensor, scale: float)
     return (corrections - scale * costs).masked_fill(fixed & (in_force == 0), -torch.inf)
 
 
-class _CorrectsPlanner:
-    """Part of a module that corrects the planner."""
+class _CorrectsPlanner(modules.Observes):
+    """Part of a module that corrects the planner; a fresh one says nothing."""
 
-    model_config: dict[str, Any]
-    policy_layers: list[torch.nn.Linear]
+    output_gain = 0.0
 
-    def setup(self) -> None:
-        """Build the networks, and have the policy's say nothing."""
-        super().setup()  # type: ignore[misc]
-        self.planner_scale = float(self.model_config[PLANNER_SCALE])
-        with torch.no_grad():
-            self.policy_layers[-1].weight.zero_()
+    @property
+    def planner_scale(self) -> float:
+        """What the whole pool's price of a slot lowers a preference by."""
+        return float(self.model_config[PLANNER_SCALE])
 
     def _adjusted(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
         return planner_preferences(outputs, batch[Columns.OBS], self.planner_scale)
