@@ -130,11 +130,11 @@ class LoadBalancingEnv(gymnasium.Env[Observations, np.int64]):
 
     Reward:
         Sum of weight x quantity over `RewardWeights`. The response terms are paid at the decision
-        by playing what the chosen replica holds to its end: for the seconds by which the request
-        lengthens the sum of all its response times. With the scenario's default weights, 4000
-        tokens sent to an idle 5000 tokens/s server of an otherwise idle three-server cluster
-        (concurrency 5) earn -0.01 * 0.8 (processing) - 0.1 * 0 (queue) + 0.1 * balance + 1, and
-        the balance of loads (0.16, 0, 0) is 1 - 0.0754 / 0.0533 = -0.414: 0.951 in all.
+        by playing what the chosen replica holds to its end: for what the request adds to the
+        response times, SLO violations and tails of all that are there. With the scenario's default
+        weights, 4000 tokens sent to an idle 5000 tokens/s server of an otherwise idle three-server
+        cluster (concurrency 5) earn -0.01 * 0.8 (processing) - 0.1 * 0 (queue) + 0.1 * balance + 1,
+        and the balance of loads (0.16, 0, 0) is 1 - 0.0754 / 0.0533 = -0.414: 0.951 in all.
 
     Info:
         `replica`, where the request was sent; `waiting`, requests that waited at all replicas then;

@@ -102,10 +102,10 @@ class HeapqCluster:
         weights = self.scenario.reward
         slo_s = self.scenario.slo_response_s
 
-        def of_response(response_s: float, added_s: float) -> float:
-            violated = response_s > slo_s
-            beyond = max(response_s - weights.tail_after_s, 0.0)
-            return weights.response * added_s + weights.slo * violated + weights.tail * beyond
+        def worth(response_s: float) -> float:
+            beyond_s = max(response_s - weights.tail_after_s, 0.0)
+            paid_s = weights.response * response_s + weights.tail * beyond_s
+            return paid_s + weights.slo * (response_s > slo_s)
 
         rewards = []
         for index, job in enumerate(self.jobs):
@@ -118,8 +118,8 @@ class HeapqCluster:
                 weights.accept if job.accepted else weights.drop,
             ]
             if job.accepted and weights.credits_response:
-                before, after = self._if_last_s(index), self._if_last_s(index + 1)
-                terms.append(of_response(after[index], math.fsum(after) - math.fsum(before)))
+                before, after = (map(worth, self._if_last_s(index + own)) for own in (0, 1))
+                terms.append(math.fsum(after) - math.fsum(before))
             if index < len(self.jobs) - 1:
                 done = [self.jobs[i].response_s for i in self.completed[index]]
                 terms.append(weights.complete * len(done))
@@ -128,10 +128,10 @@ class HeapqCluster:
         return rewards
 
     def _if_last_s(self, num: int) -> list[float]:
-        """Response times of the first so many if nobody comes later; 0 of those not accepted."""
+        """Response times of the first so many if nobody comes later, of those accepted."""
         known = [replace(job, accepted=False, response_s=math.nan) for job in self.jobs[:num]]
         found = HeapqCluster(self.scenario, known).run().jobs
-        return [job.response_s if job.accepted else 0.0 for job in found]
+        return [job.response_s for job in found if job.accepted]
 
     def _place(self, index: int, job: Job) -> None:
         server = self.servers[job.action]

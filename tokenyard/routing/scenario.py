@@ -102,11 +102,11 @@ class RewardWeights(FrozenModel):
     drop: float = -10.0
     """When the request is dropped."""
     response: float = 0.0
-    """Per second of response time, credited at the decision."""
+    """Per second by which a placement lengthens response times, its own included."""
     slo: float = 0.0
-    """When the response will violate the SLO, credited at the decision."""
+    """Per SLO violation of a response that a placement adds, its own included."""
     tail: float = 0.0
-    """Per second of response time beyond `tail_after_s`, credited at the decision."""
+    """Per second beyond `tail_after_s` that a placement adds to response times."""
     tail_after_s: Annotated[float, Field(ge=0)] = 6.0
     """Where the tail begins, seconds."""
     energy: float = 0.0

@@ -18,7 +18,7 @@ from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 
 ITERATION_J = 2.0
-LOOK_AHEAD = NO_REWARD.model_copy(update={"response": -1.0})
+LOOK_AHEAD = NO_REWARD.model_copy(update={"response": -1.0, "tail": -4.0, "tail_after_s": 1.0})
 CLASSES = (TrafficClass(name="a"), TrafficClass(name="b", priority=4))
 ENERGY = NO_REWARD.model_copy(update={"energy": -1.0})
 
@@ -96,12 +96,12 @@ def check_completions(engine, some, max_overtaking_s):
 
 @settings(max_examples=scaled(150))
 @given(engine=engines(), some=jobs(patient=True, ordered=True))
-def test_what_placements_add_by_looking_ahead_sums_up_to_all_response_times(engine, some):
+def test_what_placements_add_by_looking_ahead_sums_up_to_all_responses_and_tails(engine, some):
     engine = dataclasses.replace(engine, queue_limit=100, block_tokens=0)
     sim, rewards = run_kernel([engine], some, [0] * len(some), reward=LOOK_AHEAD)
-    assert -rewards == pytest.approx(
-        np.nansum(sim.view().outcomes().response_s), rel=1e-9, abs=1e-6
-    )
+    response_s = sim.view().outcomes().response_s
+    owed = np.nansum(response_s + 4.0 * np.maximum(response_s - 1.0, 0.0))
+    assert -rewards == pytest.approx(owed, rel=1e-9, abs=1e-6)
 
 
 @settings(max_examples=scaled(100))

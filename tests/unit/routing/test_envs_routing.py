@@ -198,18 +198,20 @@ def test_a_four_thousand_token_request_on_an_idle_cluster_earns_the_documented_r
 
 @pytest.mark.parametrize("order", [(0.0,) * 4, ORDER])
 @pytest.mark.parametrize("name", ["nominal", "azure_code_mixed_gpus"])
-def test_minus_response_rewards_add_up_to_all_response_times(name, order):
-    only_response = {
-        "processing": 0.0, "queue": 0.0, "overload": 0.0, "balance": 0.0, "accept": 0.0,
-        "response": -1.0,
-    }  # fmt: skip
+def test_rewards_add_up_to_responses_violations_and_tail(name, order):
+    no_other = {"processing": 0.0, "queue": 0.0, "overload": 0.0, "balance": 0.0, "accept": 0.0}
+    paid = {"response": -1.0, "slo": -2.0, "tail": -4.0, "tail_after_s": 4.0}
     env = envs.LoadBalancingEnv(
-        scenario=name, reward=only_response, episode_requests=300, order=order
+        scenario=name, reward={**no_other, **paid}, episode_requests=300, order=order
     )
     env.reset(seed=3)
     total = sum(env.step(np.int64(i % 3))[1] for i in range(300))
     total += env.sim.drain()[0]
-    assert -total == pytest.approx(env.sim.view().outcomes().response_s[:300].sum())
+    response_s = env.sim.view().outcomes().response_s[:300]
+    violations = response_s > env.config.scenario.slo_response_s
+    assert 0 < violations.sum() < 300
+    tail_s = np.maximum(response_s - 4.0, 0.0).sum()
+    assert -total == pytest.approx(response_s.sum() + 2.0 * violations.sum() + 4.0 * tail_s)
 
 
 @pytest.mark.parametrize("name", ["bursty_serial", "azure_code_mixed_gpus"])

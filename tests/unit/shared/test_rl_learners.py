@@ -27,7 +27,6 @@ from tokenyard.rl.columnar.a2c import A2CConfig, A2CTorchLearner
 from tokenyard.rl.columnar.actions import actions_of
 from tokenyard.rl.columnar.columns import Transitions
 from tokenyard.rl.columnar.learners import (
-    CENTRE_REWARDS,
     A2CColumnarLearner,
     DQNColumnarLearner,
     PPOColumnarLearner,
@@ -316,19 +315,6 @@ def test_the_advantages_of_ppo_are_standardised_over_all_rollouts():
     assert float(advantages.std(correction=0)) == pytest.approx(1.0, rel=1e-5)
     seen = np.concatenate([one.observations[:-1][one.real] for one in sampled])
     np.testing.assert_allclose(module.normaliser.mean, seen.mean(0), atol=1e-5)
-
-
-def test_centred_rewards_have_no_mean_whatever_is_added_to_all():
-    rng = np.random.default_rng(2)
-    rollout = a_rollout(rng, 8, 6, end_probability=0.0, size=4, num_actions=NUM_ACTIONS)
-    costlier = replace(rollout, rewards=rollout.rewards - 7.0)
-    found = []
-    for one in (rollout, costlier):
-        learner = a_learner("a2c", A2CColumnarLearner)
-        learner.config.learner_config_dict[CENTRE_REWARDS] = True
-        found.append(learner.batch_of([one], learner.module[DEFAULT_MODULE_ID].unwrapped()))
-    for name in (Postprocessing.ADVANTAGES, Postprocessing.VALUE_TARGETS):
-        torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-4, atol=1e-4)
 
 
 def test_a_gradient_that_is_not_a_number_is_left_to_rllib(caplog, monkeypatch):

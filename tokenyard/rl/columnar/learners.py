@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,9 +50,6 @@ Losses = tuple[Tensor, dict[str, Any]]
 
 COPIES_PER_STREAM = "copies_per_stream"
 """Key of an environment's configuration: copies in a row that have the same traffic."""
-CENTRE_REWARDS = "centre_rewards"
-"""Key of `learner_config_dict`: whether the mean of all rewards so far is subtracted from each, so
-that the critic need not learn it (Naik et al. 2024, arXiv:2405.09999); for tasks without end."""
 SHRINKAGE = "shrinkage"
 """Key of `learner_config_dict`: weight of the squared correction of a rule in DQN's loss, so that
 the rule is corrected only where many transitions agree (ridge regression)."""
@@ -65,8 +61,6 @@ class ColumnarLearner(TorchLearner):
     """Mixed in before a learner of RLlib: takes what `columns` has in place of episodes."""
 
     _weights_seq_no: int
-    _num_rewards = 0
-    _mean_reward = 0.0
 
     def build(self) -> None:
         """Build as RLlib does, and seed the order of minibatches.
@@ -92,13 +86,6 @@ class ColumnarLearner(TorchLearner):
             params=params,
             lr_or_lr_schedule=config.lr,
         )
-
-    def _mean_so_far(self, rewards: Any) -> float:
-        """Mean of all rewards, these included; it starts anew after a restore."""
-        self._num_rewards += len(rewards)
-        share = len(rewards) / self._num_rewards
-        self._mean_reward += share * (float(rewards.mean()) - self._mean_reward)
-        return self._mean_reward
 
     def batch_of(self, sampled: Sequence[Any], module: Any) -> Batch:
         """The training batch of what was sampled."""
@@ -218,10 +205,6 @@ class _OnPolicyColumns(ColumnarLearner):
 
     def batch_of(self, sampled: Sequence[Rollout], module: Any) -> Batch:
         """Show the normaliser what was seen, then estimate advantages of all steps at once."""
-        if self.config.learner_config_dict.get(CENTRE_REWARDS):
-            real = np.concatenate([rollout.rewards[rollout.real] for rollout in sampled])
-            mean = np.float32(self._mean_so_far(real))
-            sampled = [replace(rollout, rewards=rollout.rewards - mean) for rollout in sampled]
         seen = [rollout.observations[:-1][rollout.real] for rollout in sampled]
         module.observe(torch.from_numpy(np.concatenate(seen)))
         parts = [self._rows(rollout, module) for rollout in sampled]
@@ -353,8 +336,6 @@ class DQNColumnarLearner(ColumnarLearner, DQNTorchLearner):
             for name, column in drawn.columns.items()
         }
         module.observe(batch[Columns.OBS])
-        if self.config.learner_config_dict.get(CENTRE_REWARDS):
-            batch[Columns.REWARDS] -= self._mean_so_far(drawn.columns[Columns.REWARDS])
         return batch
 
     def losses(self, batch: Batch, module: Any, report: bool) -> Losses:

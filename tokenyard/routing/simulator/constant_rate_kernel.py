@@ -180,7 +180,7 @@ def _advance_server(server, until):
     """Run one server up to and including `until`.
 
     Returns:
-        Completions, SLO violations, and the sum of response times, seconds.
+        Completions, SLO violations, and what all responses are worth (`pay.response_reward`).
     """
     row, params, rules, requests, outcomes = server
     most = int(rules[MAX_RUNNING])
@@ -189,7 +189,7 @@ def _advance_server(server, until):
     sharing = rules[SHARING] != 0.0
     completed = 0
     violated = 0
-    total_s = 0.0
+    earned = 0.0
     while row[RUNNING] > 0.0:
         running = int(row[RUNNING])
         slot = 0
@@ -212,7 +212,8 @@ def _advance_server(server, until):
         index = int(row[STATE + slot])
         response = now - requests[index, ARRIVAL_S]
         outcomes[index, RESPONSE_S] = response
-        total_s += response
+        if rules[PAYS_RESPONSES] != 0.0:
+            earned += pay.response_reward(rules, response, rules[SLO_S])
         completed += 1
         if response > rules[SLO_S]:
             violated += 1
@@ -245,12 +246,12 @@ def _advance_server(server, until):
             finish[other] = max(finish[other] - served, 0.0)
     if sharing and until < math.inf:
         row[SHARED_UNTIL_S] = until
-    return completed, violated, total_s
+    return completed, violated, earned
 
 
 @compiled
-def _played_out_s(cluster, server):
-    """Sum of response times, seconds, of all that a server holds, as if nothing more came.
+def _played_out(cluster, server):
+    """What the responses to all that a server holds will be worth, as if nothing more came.
 
     `ahead_outcomes` has the outcome of each then. The empty places of the queue are not copied.
     """
@@ -386,7 +387,7 @@ def _decide(cluster, copy, index, number, raw_key):
     looks = rules[PAYS_RESPONSES] != 0.0 and cluster.clock[copy, IS_ORDERED] != 0.0
     before = 0.0
     if looks:
-        before = _played_out_s(cluster, server)
+        before = _played_out(cluster, server)
     reward = rules[QUEUE] * row[WAITING]
     reward += rules[PROCESSING] * server.requests[index, TRUE_TOTAL] / params[SLOT_TOKENS_PER_S]
     if row[RUNNING] + row[WAITING] >= params[CONCURRENCY]:
@@ -396,11 +397,10 @@ def _decide(cluster, copy, index, number, raw_key):
     if rules[BALANCE] != 0.0:
         reward += rules[BALANCE] * _balance(cluster.state[copy], cluster.params)
     if rules[PAYS_RESPONSES] and accepted:
-        added = response
         if looks:
-            added = _played_out_s(cluster, server) - before
-            response = cluster.ahead_outcomes[index, RESPONSE_S]
-        reward += pay.response_reward(rules, response, added, rules[SLO_S])
+            reward += _played_out(cluster, server) - before
+        else:
+            reward += pay.response_reward(rules, response, rules[SLO_S])
     return reward
 
 

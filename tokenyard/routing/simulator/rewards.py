@@ -23,9 +23,9 @@ def reward_rules(reward: RewardWeights) -> FloatArray:
 
 
 @compiled
-def response_reward(rules: FloatArray, response: float, added: float, slo_s: float) -> float:
-    """Reward of a placement, by its response time and what it adds to all of them together."""
-    reward: float = rules[RESPONSE] * added
+def response_reward(rules: FloatArray, response: float, slo_s: float) -> float:
+    """What a response time is worth. A placement is paid what it adds to the sum over requests."""
+    reward: float = rules[RESPONSE] * response
     if response > slo_s:
         reward += rules[SLO]
     reward += rules[TAIL] * max(response - rules[TAIL_AFTER_S], 0.0)

@@ -9,6 +9,7 @@ from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.iteration import begin, end_iteration, time_of
 from tokenyard.routing.simulator.batching_kernel.layout import ReplicaView
 from tokenyard.routing.simulator.batching_kernel.queue import waiting_at
+from tokenyard.routing.simulator.batching_kernel.sequences import reward_at
 
 
 @compiled
@@ -32,17 +33,6 @@ def copy_row(row, rules, to):
 
 
 @compiled
-def look_ahead(replica, scratch, index):
-    """Play what the replica holds to its end, as if nothing more came.
-
-    Returns:
-        Sum of the times at which all requests leave, and that of request `index`, seconds; and the
-        energy that the replica's work will have taken since the stream began, joules.
-    """
-    return play_out(copied(replica, scratch), index)
-
-
-@compiled
 def copied(replica, scratch):
     """A copy in `scratch` of what the replica holds, which can be run without a trace."""
     copy_row(replica.row, replica.rules, scratch)
@@ -55,15 +45,22 @@ def copied(replica, scratch):
 
 @compiled
 def play_out(ahead, index):
-    """Run a copy to its end; returns what `look_ahead` does."""
+    """Run a copy to its end, as if nothing more came.
+
+    Its row then has what all responses are worth, and the energy that the work will have taken.
+
+    Returns:
+        Sum of the times at which all requests leave, and that of request `index`, seconds.
+    """
     row = ahead.row
+    row[lay.RESPONSE_REWARD] = 0.0
     row[lay.FINISH_SUM_S] = 0.0
     row[lay.LOOKED_FOR] = index
     while row[lay.BUSY] and not _only_decodes(row, ahead.rules, ahead.factors.shape[0] > 0):
         end_iteration(ahead)
         begin(ahead, row[lay.UNTIL_S], math.inf)
     _finish_decoding(ahead)
-    return row[lay.FINISH_SUM_S], row[lay.LOOKED_FINISH_S], row[lay.BUSY_J]
+    return row[lay.FINISH_SUM_S], row[lay.LOOKED_FINISH_S]
 
 
 @compiled
@@ -120,8 +117,10 @@ def _finish_decoding(replica):
                 at += lay.DECODE_FIELDS
                 continue
             kv -= row[at + lay.D_BASE] + step
+            index = int(row[at + lay.D_INDEX])
+            row[lay.RESPONSE_REWARD] += reward_at(replica, index, end)
             row[lay.FINISH_SUM_S] += end
-            if row[lay.LOOKED_FOR] == row[at + lay.D_INDEX]:
+            if row[lay.LOOKED_FOR] == index:
                 row[lay.LOOKED_FINISH_S] = end
             left -= 1
             last = first + lay.DECODE_FIELDS * left

@@ -109,12 +109,22 @@ def _met(requests, outcomes, index):
 
 
 @compiled_inline
+def reward_at(replica, index, now):
+    """What the response of a request is worth if it ends now."""
+    request = replica.requests[index]
+    response = now - request[lay.ARRIVAL_S]
+    return pay.response_reward(replica.rules, response, request[lay.SLO_RESPONSE_S])
+
+
+@compiled_inline
 def _finish(replica, index, now):
-    """Note that a request is held no longer, for the sum over those that are."""
+    """Note that a request is held no longer, for the sums over those that are."""
     row = replica.row
     if replica.real:
-        row[lay.FINISH_SUM_S] -= now
+        if replica.rules[lay.LOOKS_AHEAD]:
+            row[lay.RESPONSE_REWARD] -= reward_at(replica, index, now)
         return
+    row[lay.RESPONSE_REWARD] += reward_at(replica, index, now)
     row[lay.FINISH_SUM_S] += now
     if row[lay.LOOKED_FOR] == index:
         row[lay.LOOKED_FINISH_S] = now

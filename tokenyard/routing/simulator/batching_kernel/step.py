@@ -24,7 +24,7 @@ from tokenyard.routing.simulator.batching_kernel.fleet import (
 )
 from tokenyard.routing.simulator.batching_kernel.iteration import advance
 from tokenyard.routing.simulator.batching_kernel.layout import replica_of
-from tokenyard.routing.simulator.batching_kernel.lookahead import copied, look_ahead, play_out
+from tokenyard.routing.simulator.batching_kernel.lookahead import copied, play_out
 from tokenyard.routing.simulator.batching_kernel.queue import waiting_at
 from tokenyard.routing.simulator.batching_kernel.sequences import router_acknowledge
 from tokenyard.routing.simulator.batching_kernel.view import fill_table
@@ -66,12 +66,12 @@ def place(fleet, copy, server, raw_key):
     note_sent_blocks(replica, index, now)
     reward = rules[pay.ACCEPT]
     if rules[lay.LOOKS_AHEAD]:
-        finishes, finish, joules = look_ahead(replica, fleet.scratch, index)
-        arrival, slo = request[lay.ARRIVAL_S], request[lay.SLO_RESPONSE_S]
-        added = finishes - row[lay.FINISH_SUM_S] - now
-        reward += pay.response_reward(rules, finish - arrival, added + now - arrival, slo)
+        ahead = copied(replica, fleet.scratch)
+        play_out(ahead, index)
+        responses, joules = ahead.row[lay.RESPONSE_REWARD], ahead.row[lay.BUSY_J]
+        reward += responses - row[lay.RESPONSE_REWARD]
         reward += rules[lay.ENERGY] * (joules - row[lay.LOOKED_J])
-        row[lay.FINISH_SUM_S] = finishes
+        row[lay.RESPONSE_REWARD] = responses
         row[lay.LOOKED_J] = joules
     return reward
 
@@ -90,11 +90,11 @@ def best_ahead(fleet, copy, others_weight):
     least = math.inf
     for server in range(fleet.replica_params.shape[1]):
         replica = replica_of(fleet, copy, server)
-        before = look_ahead(replica, fleet.scratch, -1)[0]
+        before = play_out(copied(replica, fleet.scratch), -1)[0]
         ahead = copied(replica, fleet.scratch)
         if not submit(ahead, index, now, bounded_key(LAST, now, now, math.inf)):
             continue
-        after, finish, _ = play_out(ahead, index)
+        after, finish = play_out(ahead, index)
         cost = finish + others_weight * (after - finish - before)
         if cost < least:
             least = cost
