@@ -176,7 +176,8 @@ def test_remote_runners_and_evaluation_work_as_in_any_rllib_algorithm():
         )
     finally:
         algorithm.stop()
-    assert result["env_runners"]["num_env_steps_sampled"] == 2048
+    fragment_steps = short.algorithms["ppo"].fragment_steps
+    assert result["env_runners"]["num_env_steps_sampled"] == 2 * 16 * fragment_steps
     assert result["env_runners"]["episode_len_mean"] == 30
     assert result["evaluation"]["env_runners"]["num_episodes"] == 2
     assert {"policy_loss", "vf_loss", "entropy"} <= result["learners"]["default_policy"].keys()
