@@ -181,7 +181,7 @@ def test_after_50_answers_prompts_of_every_kind_are_known_within_5_percent(unrea
     for number in range(50):
         teach(*ask(kinds[number % 5]))
     for kind in kinds:
-        asked = [ask(kind) for _ in range(60)]
+        asked = [ask(kind) for _ in range(400)]
         errors = [abs(counts.estimate(expected) / number - 1) for expected, number in asked]
         assert statistics.median(errors) < 0.05, kind
 
