@@ -128,7 +128,7 @@ class HeapqCluster:
         return rewards
 
     def _if_last_s(self, num: int) -> list[float]:
-        """Response times of the first so many if nobody comes later, of those accepted."""
+        """Response times of the first `num` jobs that are accepted, if nobody comes later."""
         known = [replace(job, accepted=False, response_s=math.nan) for job in self.jobs[:num]]
         found = HeapqCluster(self.scenario, known).run().jobs
         return [job.response_s for job in found if job.accepted]

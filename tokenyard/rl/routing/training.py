@@ -107,7 +107,7 @@ class Recipe:
         """The recipe without a rule to correct: random weights, first come, first served.
 
         DQN then explores all replicas, and its outputs are not held back. Steps are larger,
-        horizons and batches shorter: what tells a good choice from a bad one is larger too.
+        horizons shorter and batches smaller: what tells a good choice from a bad one is larger too.
         """
         algorithms = {
             name: replace(

@@ -118,7 +118,7 @@ def reward_at(replica, index, now):
 
 @compiled_inline
 def _finish(replica, index, now):
-    """Note that a request is held no longer, for the sums over those that are."""
+    """Take a request that has ended out of the sums of its replica; a copy adds it to its own."""
     row = replica.row
     if replica.real:
         if replica.rules[lay.LOOKS_AHEAD]:

@@ -67,7 +67,7 @@ def place(fleet, copy, server, raw_key):
     reward = rules[pay.ACCEPT]
     if rules[lay.LOOKS_AHEAD]:
         ahead = copied(replica, fleet.scratch)
-        play_out(ahead, index)
+        play_out(ahead, -1)
         responses, joules = ahead.row[lay.RESPONSE_REWARD], ahead.row[lay.BUSY_J]
         reward += responses - row[lay.RESPONSE_REWARD]
         reward += rules[lay.ENERGY] * (joules - row[lay.LOOKED_J])
