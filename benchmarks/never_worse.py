@@ -38,12 +38,9 @@ class Args:
 
     draws: int = 200
     """Clusters."""
-    policies: tuple[str, ...] = (
-        "marginal_delay", "marginal_delay+sjf@60", "tuned", "tuned:5", "tuned@0.5",
-    )  # fmt: skip
-    """`tuned` or `best` (behind `:` the streams of its own, behind `@` a factor on their load),
-    `marginal_delay` or `marginal_in_order`, with an order where one is wanted, or policy files
-    (.npz)."""
+    policies: tuple[str, ...] = ("marginal_delay", "default", "tuned", "tuned:5")
+    """`default`; `tuned` (behind `:` the streams of its own); `marginal_delay` or
+    `marginal_in_order`, with an order where one is wanted; or policy files (.npz)."""
     streams: int = law.STREAMS
     """Of each half of a draw."""
     workers: int = 2

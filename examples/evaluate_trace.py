@@ -21,7 +21,7 @@ import numpy as np
 from pipelines import evaluate
 
 SCENARIO = "azure_code_slo"
-RULES = "round_robin,least_connections,sed,marginal_delay,marginal_delay+sjf@60"
+RULES = "round_robin,least_connections,sed,marginal_delay,marginal_delay+wspt@100:1"
 WINDOWS = 5
 REQUESTS = 5000
 """Of the trace that is drawn."""

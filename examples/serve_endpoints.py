@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 import yaml
 
-POLICY = "marginal_delay+sjf@60"
+POLICY = "marginal_delay+wspt@100:1"
 PROFILE = {
     "iteration_s": 0.02,
     "prefill_token_s": 6.0e-5,

@@ -529,7 +529,7 @@ def _simulated_s(state: AutopilotState, outcomes: LoggedOutcomes) -> FloatArray 
         return None
     scenario = Scenario.model_validate(state.twin)
     former = str(state.in_place_of)
-    rule = former if is_rule(former) else rule_for(scenario.name)
+    rule = former if is_rule(former) else rule_for(scenario)
     streams = StreamSet([StreamSource(scenario).encode(outcomes.trace)], "what was sent")
     (run,) = rule_runs(PROBLEM, rule, scenario, streams)
     return run.outcomes.response_s

@@ -33,7 +33,7 @@ from tokenyard.provenance import (
     versions,
     write_result,
 )
-from tokenyard.routing.artifact import DEFAULT_RULE
+from tokenyard.routing.artifact import default_rule
 from tokenyard.routing.comparison import (
     HEADINGS,
     Conclusion,
@@ -120,10 +120,10 @@ def read_traffic(args: Args, folder: Path) -> Traffic:
     return Traffic(args.reading.read(str(args.log or args.trace))[0], str(fleet), now)
 
 
-def policies(traffic: Traffic, trained: Found) -> list[Played]:
+def policies(traffic: Traffic, trained: Found, default: str) -> list[Played]:
     """What is played: differences are to today's rule, or to the default where none is known."""
     played = [] if traffic.now is None else [Played("now", traffic.now)]
-    played += [Played("default", Choice(DEFAULT_RULE)), Played("best_rule", trained.rule)]
+    played += [Played("default", Choice(default)), Played("best_rule", trained.rule)]
     return played + ([] if trained.searched is None else [Played("searched", trained.searched)])
 
 
@@ -136,7 +136,7 @@ def compare(args: Args, console: Console) -> tuple[list[Row], Conclusion]:
         own = OwnTraffic(traffic, model, args.minutes, args.load, args.seed)
         error = own.twin_error(traffic)
         trained = own.train()
-        played = policies(traffic, trained)
+        played = policies(traffic, trained, default_rule(own.scenario))
         rows = LoadSweep(own, played, args.goal).rows()
     at_load = [row for row in rows if row["offered_load"] == own.load]
     verdict = judged(at_load, trained.choice.name, args.goal, error)

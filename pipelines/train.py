@@ -35,7 +35,6 @@ from tokenyard.problem import Row, TrainedPolicy, find_problem
 from tokenyard.provenance import ResultFile, command_line, lineage, make_console, write_result
 from tokenyard.registry import connect, mlflow_lookup, offer
 from tokenyard.routing import search_study
-from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.choice import CHANGE, LOSSES, refused
 from tokenyard.routing.gate import MOST_LOAD
 from tokenyard.routing.own_traffic import (
@@ -162,7 +161,7 @@ def train_on_traffic(args: Args, console: Console) -> list[Row]:
         trained = OwnTraffic(traffic, model, args.minutes, args.load, args.seed).train()
     show(trained, console)
     choice = trained.choice
-    if choice == traffic.now and choice.name != DEFAULT_RULE:
+    if choice == traffic.now:
         console.print(f"best: what decides today, {choice.name}", soft_wrap=True)
     elif choice.artifact is None:
         note = f"; {ORDER_NOTE}" if RuleName.parse(choice.name).order is not None else ""
@@ -255,7 +254,7 @@ def train_for_scenario(args: Args, name: str, console: Console) -> list[Row]:
         table.add_row(*cells, style="bold" if row["accepted"] else "")
     console.print(table)
     if best is None:
-        console.print(refused(scenario.name), soft_wrap=True)
+        console.print(refused(scenario), soft_wrap=True)
     else:
         keep(args, "routing", scenario.name, best.policy, console)
     return rows

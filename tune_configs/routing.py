@@ -77,7 +77,8 @@ def _search_trial(scenario: str, num_generations: int, iterations: int = 5) -> R
 
 def _own_rules(scenario: str) -> tuple[str, ...]:
     """The rule that learners begin with, and the one that ships."""
-    return tuple(dict.fromkeys((best_start(load_scenario(scenario)), rule_for(scenario))))
+    loaded = load_scenario(scenario)
+    return tuple(dict.fromkeys((best_start(loaded), rule_for(loaded))))
 
 
 def default() -> Experiment:
@@ -93,7 +94,7 @@ def default() -> Experiment:
         trainable=RoutingTrial,
         trials=(*_learners(WEIGHTINGS, SERVED), _search_trial(SERVED, 20)),
         baselines=("round_robin", "least_connections", "sed", *_own_rules(SERVED)),
-        baseline=rule_for(SERVED),
+        baseline=rule_for(load_scenario(SERVED)),
         warm_up=_compile_kernels,
     )
 
@@ -121,7 +122,7 @@ def serial() -> Experiment:
         scenario=SERIAL,
         trials=(*_learners(weightings, SERIAL), _search_trial(SERIAL, 20)),
         baselines=(*_PAPER_BASELINES, *_own_rules(SERIAL)),
-        baseline=rule_for(SERIAL),
+        baseline=rule_for(load_scenario(SERIAL)),
         warm_up=partial(_compile_kernels, SERIAL),
     )
 
@@ -203,7 +204,7 @@ def fleet() -> Experiment:
         scenario=FLEET,
         trials=(search, *_learners(("response",), FLEET)),
         baselines=("round_robin", "least_connections", "sed", *_own_rules(FLEET)),
-        baseline=rule_for(FLEET),
+        baseline=rule_for(load_scenario(FLEET)),
         warm_up=partial(_compile_kernels, FLEET),
     )
 

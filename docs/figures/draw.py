@@ -43,7 +43,7 @@ GAINS = (
     "ray_p2c",
     "least_connections",
     "llmd_blend",
-    "marginal_delay+sjf@60",
+    "default",
     "marginal_in_order+boost",
 )
 """Entries of the arena in README's table, in its order."""

@@ -131,7 +131,7 @@ def _registered_or_shipped(
     try:
         artifact, source = PolicyArtifact.champion(scenario.name, registry=lambda model: registered)
     except NoChampionError:
-        rule = rule_for(scenario.name)
+        rule = rule_for(scenario)
         loaded = from_baseline(rule, scenario)
         changed["source"] = f"the rule {rule}"
     else:

@@ -26,7 +26,7 @@ from unit.serve_builders import marginal_artifact
 
 from serve_app.app import GatewayOptions, build_gateway
 from serve_app.http.free_port import free_port
-from tokenyard.routing.artifact import rule_for
+from tokenyard.routing.artifact import best_tuned_rule
 
 pytestmark = [pytest.mark.drills, pytest.mark.integration]
 
@@ -294,7 +294,7 @@ def test_a_store_that_dies_refuses_a_promotion_and_nothing_else(site, tmp_path):
     assert set(heard) == {"answered"}
     state = httpx.get(f"{site.url}/v1/policies", timeout=30).json()
     assert state["experiment"]["why_ended"] is None
-    assert state["champion"]["name"] == rule_for("conversation_mixed_gpus")
+    assert state["champion"]["name"] == best_tuned_rule("conversation_mixed_gpus")
 
 
 def test_a_node_that_dies_takes_its_pool_and_no_request(site):

@@ -28,7 +28,7 @@ from tokenyard.regions.policies import BEST_RULE as BEST_REGION_RULE
 from tokenyard.regions.policies import REGION_BASELINES, make_region_policy
 from tokenyard.regions.scenario import load_regions
 from tokenyard.regions.types import RegionState
-from tokenyard.routing.artifact import DEFAULT_RULE, PolicyArtifact, learned_policy, rule_for
+from tokenyard.routing.artifact import PolicyArtifact, default_rule, learned_policy, rule_for
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.problem import PROBLEM as ROUTING
 from tokenyard.routing.scenario import Scenario, load_scenario, scenario_names
@@ -69,7 +69,8 @@ def entries() -> dict[str, Callable[[], dict[str, Any]]]:
     for name in scenario_names():
         found[f"routing/{name}"] = partial(champion_of, name)
     for name in ROUTED_BY_ALL:
-        rules = {*ROUTING.policies_for(load_scenario(name)), DEFAULT_RULE} - {ROUTING.learned}
+        scenario = load_scenario(name)
+        rules = {*ROUTING.policies_for(scenario), default_rule(scenario)} - {ROUTING.learned}
         for rule in sorted(rules):
             found[f"routing/{name}/{rule}"] = partial(rule_of, name, rule)
     for name in tuned_pools():
@@ -86,7 +87,8 @@ def champion_of(name: str) -> dict[str, Any]:
     try:
         artifact, _ = PolicyArtifact.champion(name)
     except NoChampionError:
-        return {"rule": rule_for(name), **rule_of(name, rule_for(name))}
+        rule = rule_for(load_scenario(name))
+        return {"rule": rule, **rule_of(name, rule)}
     return {"artifact": artifact.sha256, **routed(load_scenario(name), learned_policy(artifact))}
 
 

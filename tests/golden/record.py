@@ -42,7 +42,7 @@ from tokenyard.allocation.plans import load_allocation
 from tokenyard.allocation.problem import SUITES
 from tokenyard.allocation.scenario import allocation_names
 from tokenyard.regions.scenario import load_regions, region_names
-from tokenyard.routing.artifact import DEFAULT_RULE
+from tokenyard.routing.artifact import default_rule
 from tokenyard.routing.scenario import load_scenario, scenario_names
 from tokenyard.workload.paths import data_folders
 
@@ -96,8 +96,9 @@ def entries() -> dict[str, Entry]:
 
 def routing_entries(name: str) -> dict[str, Entry]:
     """The scenario's synthetic and recorded traffic, and for some scenarios all rules."""
+    default = default_rule(load_scenario(name))
     scenario = document(load_scenario(name)) | {"requests_per_stream": 300}
-    rules = f"champion,{DEFAULT_RULE},{FLEET if 'fleet' in scenario else SERVERS}"
+    rules = f"champion,{default},{FLEET if 'fleet' in scenario else SERVERS}"
     synthetic = ("--source", "synthetic", "--streams", "2")
     found = {f"routing/{name}": Entry(scenario, rules, synthetic)}
     if name in ("poisson_085", "multi_turn_prefix", "churn"):
@@ -107,9 +108,7 @@ def routing_entries(name: str) -> dict[str, Entry]:
         part = scenario | {"held_out_trace": held_out | {"first": LAST_500[held_out["name"]]}}
         file = RECORDED[held_out["name"]]
         recorded = ("--source", "held-out")
-        found[f"routing/{name}/recorded"] = Entry(
-            part, f"champion,{DEFAULT_RULE},sed", recorded, file
-        )
+        found[f"routing/{name}/recorded"] = Entry(part, f"champion,{default},sed", recorded, file)
     return found
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from tokenyard.evaluation import Map
 from tokenyard.problem import Candidate, Row
-from tokenyard.routing.artifact import DEFAULT_RULE
+from tokenyard.routing.artifact import DEFAULT, default_rule
 from tokenyard.routing.drawn_clusters import Kind as DrawnKind
 from tokenyard.routing.drawn_clusters import draw_cluster
 from tokenyard.routing.evaluation import per_stream
@@ -168,10 +168,11 @@ def _cell(scenario: Scenario, load: float | None, is_sealed: bool = False) -> Ce
 
 
 def entries_of(cell: Cell, own: Sequence[str]) -> list[Entry]:
-    """Return every rule whose signals the cell has, the policies that ship, files and URLs."""
-    names = dict.fromkeys([*PROBLEM.policies_for(cell.scenario), DEFAULT_RULE])
+    """Return every rule whose signals the cell has, the default, what ships, files and URLs."""
+    names = dict.fromkeys(PROBLEM.policies_for(cell.scenario))
     names.pop(CHAMPION, None)
     rules = [Entry(name, "rule", name) for name in names if _candidate(cell.scenario, name)]
+    rules.append(Entry(DEFAULT, "rule", default_rule(cell.scenario)))
     champion = _candidate(cell.scenario, CHAMPION)
     # A champion that is a rule plays under the rule's name.
     ships = champion is not None and champion.rule is None
@@ -183,7 +184,7 @@ def _shown(policy: str, own: Sequence[str]) -> str:
     """Return a URL, or the name of a file, with its path if another entry has that name."""
     name = Path(policy).stem
     alike = {path for path in own if Path(path).stem == name}
-    if is_url(policy) or len(alike) > 1 or is_rule(name) or name == CHAMPION:
+    if is_url(policy) or len(alike) > 1 or is_rule(name) or name in (CHAMPION, DEFAULT):
         return policy
     return name
 

@@ -37,9 +37,11 @@ from tokenyard.types import FloatArray
 from tokenyard.workload.features import RobustScaler
 from tokenyard.workload.model import WorkloadModel, load_model
 
-DEFAULT_RULE = "marginal_delay+sjf@60"
-"""What decides where no policy was trained and no rule was tuned, on servers of any kind
-(docs/results/own-traffic.md)."""
+DEFAULT = "default"
+"""What boards and laws call the rule of `default_rule`."""
+DEFAULT_RULE, DEFAULT_SERVER_RULE = "marginal_delay+wspt@100:1", "marginal_in_order@3:10+sjf@20:1"
+"""What decides where no policy was trained and no rule was tuned: for replicas that batch, and for
+servers of a constant rate (docs/results/own-traffic.md)."""
 
 
 class PolicySimulator(Protocol):
@@ -242,9 +244,14 @@ def learned_policy(artifact: PolicyArtifact, started_at: datetime | None = None)
     return KINDS[metadata.kind].policy(metadata, arrays, started_at)
 
 
-def rule_for(scenario: str) -> str:
-    """Rule that decides where no policy was trained: the best tuned one, or `DEFAULT_RULE`."""
-    return best_tuned_rule(scenario) or DEFAULT_RULE
+def rule_for(scenario: Scenario) -> str:
+    """Rule that decides where no policy was trained: the best tuned one, or the default."""
+    return best_tuned_rule(scenario.name) or default_rule(scenario)
+
+
+def default_rule(scenario: Scenario) -> str:
+    """Rule that decides where no rule was tuned either."""
+    return DEFAULT_SERVER_RULE if scenario.fleet is None else DEFAULT_RULE
 
 
 def best_tuned_rule(scenario: str) -> str | None:

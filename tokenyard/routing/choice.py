@@ -12,6 +12,7 @@ from tokenyard.problem import Row
 from tokenyard.routing import gate
 from tokenyard.routing.artifact import PolicyArtifact, rule_for
 from tokenyard.routing.problem import PROBLEM
+from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator.run import run_compiled
 from tokenyard.routing.simulator.server_models import COMPARED
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource
@@ -94,7 +95,7 @@ def recorded(row: Row) -> dict[str, float]:
     return {key: value for key, value in kept.items() if math.isfinite(value)}
 
 
-def refused(scenario: str) -> str:
+def refused(scenario: Scenario) -> str:
     """What is said where no candidate is kept."""
     return (
         f"nothing is written: no candidate beats the rule {rule_for(scenario)} and loses to none "

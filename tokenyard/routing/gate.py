@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tokenyard.evaluation import compare
 from tokenyard.problem import Problem, Row
-from tokenyard.routing.artifact import DEFAULT_RULE, PolicyArtifact, rule_for
+from tokenyard.routing.artifact import PolicyArtifact, default_rule, rule_for
 from tokenyard.routing.policies.order import IN_ORDER
 from tokenyard.routing.policies.rule_name import RuleName
 from tokenyard.routing.policies.tuned import find_tuned
@@ -134,7 +134,7 @@ def rivals(scenario: Scenario) -> list[str]:
     orders = () if tuned is None else tuned.order_scores
     in_order = [name for name in orders if RuleName.parse(name).base == IN_ORDER]
     compiled = server_model(scenario).compiled_rules
-    return list(dict.fromkeys((rule_for(scenario.name), *in_order, DEFAULT_RULE, *compiled)))
+    return list(dict.fromkeys((rule_for(scenario), *in_order, default_rule(scenario), *compiled)))
 
 
 def load_factors(source: StreamSource) -> dict[str, float]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from tokenyard.problem import Row
-from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.artifact import DEFAULT, PolicyArtifact, default_rule
 from tokenyard.routing.drawn_clusters import draw_wide
 from tokenyard.routing.rule_replay import Replay
 from tokenyard.routing.scenario import Scenario
@@ -40,9 +40,8 @@ STREAMS = 5
 _LAW = 21_000
 """Keeps the law's random numbers apart from those of all searches."""
 _, _MEAN, _P99, _VIOLATIONS = range(len(NAMES))
-TUNED, BEST = "tuned", "best"
-"""The choice and the best score on one stream of its own; `tuned:5`: on five; `tuned@0.5`: at half
-of the load."""
+TUNED = "tuned"
+"""The choice on one stream of its own; `tuned:5`: on five."""
 DELTAS = {"mean": "delta_mean_fraction", "p99": "delta_p99_fraction", "slo": "delta_slo_violation"}
 """Keys of the differences that are judged."""
 
@@ -57,7 +56,7 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
 
     Args:
         draw: Number of the draw.
-        policies: `TUNED` or `BEST` with what may follow, policy files (.npz), or rules that
+        policies: `DEFAULT`, `TUNED` with what may follow, policy files (.npz), or rules that
             compiled code decides for (`Replay.decide`).
         seed: Seed of all draws.
         streams: Streams of each half.
@@ -76,26 +75,22 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
     scenario = cluster.scenario
     choosing, judging = (Replay(scenario, cluster.streams(streams, fork)) for fork in rng.spawn(2))
     own_rng = rng.spawn(1)[0]
-
-    @cache
-    def own(which: str) -> Replay:
-        # The copy lets all tuned policies see the same requests.
-        return Replay(scenario, cluster.streams(*_own_streams(which, deepcopy(own_rng))))
-
     rival = choosing.best_rules()[0]
     theirs = judging.rows(choosing.decide(rival))
     rows = []
     for name in policies:
-        rule = name
+        rule = default_rule(scenario) if name == DEFAULT else name
         decide: Decide | None
-        if name.startswith((TUNED, BEST)):
-            replay = own(name.removeprefix(TUNED).removeprefix(BEST))
-            rule = replay.choice() if name.startswith(TUNED) else replay.best_rules()[0]
+        if name.startswith(TUNED):
+            number = int(name.removeprefix(TUNED).removeprefix(":") or 1)
+            # The copy lets all tuned policies see the same requests.
+            replay = Replay(scenario, cluster.streams(number, deepcopy(own_rng)))
+            rule = replay.choice()
             decide = replay.decide(rule)
         elif name.endswith(".npz"):
             decide = _of_file(_artifact(name), scenario)
         else:
-            decide = judging.decide(name)
+            decide = judging.decide(rule)
         if decide is None:
             continue
         ours = judging.rows(decide)
@@ -105,12 +100,6 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
         }  # fmt: skip
         rows.append(row | compared(ours, theirs))
     return rows
-
-
-def _own_streams(which: str, rng: np.random.Generator) -> tuple[int, np.random.Generator, float]:
-    """Number, generator and load factor of streams of one's own, by what follows `TUNED`."""
-    number, _, factor = which.partition("@")
-    return int(number.removeprefix(":") or 1), rng, float(factor or 1.0)
 
 
 def compared(ours: FloatArray, theirs: FloatArray) -> Row:

@@ -4,7 +4,7 @@ The first part of the trace is learned from, in three steps. All rules are playe
 recorded, and one of the best is kept (`tokenyard.routing.rule_replay`). A traffic model is fitted
 to it (`tokenyard.workload.fit`), and searches of placement and order go on from the best rule on
 streams of that model (`tokenyard.routing.search`), until the time is up. What they found is set
-beside the best rule, and beside the one that decides where nothing is known (`DEFAULT_RULE`), on
+beside the best rule, and beside the one that decides where nothing is known (`default_rule`), on
 streams that no search has seen: below, at and above the load, and on the recorded first part. What
 loses to a rule anywhere (`tokenyard.routing.gate.loses`) is out.
 
@@ -37,11 +37,7 @@ from tokenyard.config import fitted, read_fields
 from tokenyard.evaluation import compare
 from tokenyard.problem import Row
 from tokenyard.provenance import lineage
-from tokenyard.routing.artifact import (
-    DEFAULT_RULE,
-    PolicyArtifact,
-    lineage_of,
-)
+from tokenyard.routing.artifact import PolicyArtifact, default_rule, lineage_of
 from tokenyard.routing.choice import CHANGE, LOSSES, Judge, choose
 from tokenyard.routing.decision_log import (
     fleet_of,
@@ -338,6 +334,7 @@ class OwnTraffic:
         if self._now is not None:
             self._now.check(self.scenario, trace)
         self._source = StreamSource(self.scenario)
+        self._default = default_rule(self.scenario)
         self._load = load
         self.load = self._source.load_of(judging) if load is None else load
         """Offered load of the last part."""
@@ -458,7 +455,7 @@ class OwnTraffic:
         if not searched:
             return None
         judge = Judge(
-            self._source, _CHOICE_STREAMS, tuple(dict.fromkeys((rule.name, DEFAULT_RULE))),
+            self._source, _CHOICE_STREAMS, tuple(dict.fromkeys((rule.name, self._default))),
             self._recorded(1),
         )  # fmt: skip
         rows = [judge(choice.artifact) for choice in searched if choice.artifact is not None]
@@ -479,7 +476,7 @@ class OwnTraffic:
 
     def _judge(self, rule: Choice, searched: Choice | None) -> tuple[list[Row], Choice]:
         now = self._now or rule
-        compared = (Choice(DEFAULT_RULE), now, rule, *([] if searched is None else [searched]))
+        compared = (Choice(self._default), now, rule, *([] if searched is None else [searched]))
         choices = {choice.name: choice for choice in compared}
         rows: list[Row] = []
         ours: list[Row] = []

@@ -230,7 +230,7 @@ def _champion(
     try:
         artifact, words = _policy_of(scenario, registry=registry)
     except NoChampionError:
-        rule = rule_for(scenario.name)
+        rule = rule_for(scenario)
         return Candidate(CHAMPION, f"the rule {rule}", partial(run_rule, rule), rule)
     return Candidate(CHAMPION, words, partial(_run_trained, artifact))
 
@@ -261,7 +261,7 @@ def _champion_in_order(
     try:
         artifact, words = _policy_of(scenario, registry=registry)
     except NoChampionError:
-        rule = str(RuleName.parse(rule_for(scenario.name)).ordered(name.order))
+        rule = str(RuleName.parse(rule_for(scenario)).ordered(name.order))
         return Candidate(str(name), f"the rule {rule}", partial(run_rule, rule), rule)
     return Candidate(str(name), words, partial(_run_in_order, name, artifact))
 

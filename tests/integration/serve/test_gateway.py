@@ -31,7 +31,7 @@ from unit.tiny_tokenizer import save_tiny_tokenizer
 from pipelines import deploy, replay
 from serve_app.app import GatewayOptions, build_gateway
 from serve_app.http.free_port import free_port
-from tokenyard.routing.artifact import rule_for
+from tokenyard.routing.artifact import best_tuned_rule
 
 HERE = Path(__file__).parents[1]
 PIPELINES = HERE.parents[1] / "pipelines"
@@ -297,7 +297,7 @@ def test_decisions_are_on_disk_with_what_became_of_them(url, folder):
     found = rows()
     done = [row for row in found if row["outcome"] in ("stop", "length")]
     assert all(row["response_s"] >= row["ttft_s"] > 0 for row in done)
-    rule = rule_for("conversation_mixed_gpus")  # What `champion` is there.
+    rule = best_tuned_rule("conversation_mixed_gpus")  # What `champion` is there.
     assert {row["policy"].partition("@")[0] for row in found} >= {"ray_default", "sed", rule}
     assert any(row["outcome"] == "abort" for row in found)
 

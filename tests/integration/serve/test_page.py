@@ -17,7 +17,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from unit.serve.test_serve_allocator import FOUR, ONE, World
 
 from tokenyard.allocation.policies.rules import StaticPlan
-from tokenyard.routing.artifact import rule_for
+from tokenyard.routing.artifact import best_tuned_rule
 from tokenyard.routing.policies.order_spec import in_words
 
 pytestmark = pytest.mark.integration
@@ -33,7 +33,7 @@ if MISSING:
 SCREEN_PX = 900
 AXE = Path(os.environ.get("TOKENYARD_PLUGS", ".plugs")) / "axe/axe_playwright_python/axe.min.js"
 """What `make plugs` installs."""
-CHAMPION = rule_for("conversation_mixed_gpus")
+CHAMPION = best_tuned_rule("conversation_mixed_gpus")
 """What `champion` is in the cluster of the tests."""
 
 

@@ -30,7 +30,7 @@ from unit.tiny_tokenizer import save_tiny_tokenizer
 from pipelines import deploy
 from serve_app.app import APP_NAME, GATEWAY
 from serve_app.http.free_port import free_port
-from tokenyard.routing.artifact import rule_for
+from tokenyard.routing.artifact import best_tuned_rule
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.types import ReplicaSnapshot, Request
 from tokenyard.types import Slo
@@ -72,7 +72,7 @@ def test_the_rule_of_a_scenario_answers_over_http_as_it_decides_in_evaluation(se
     body = a_body(predicted_total_tokens=2500.0, arrival_s=3.0)
     answer = httpx.post(f"{url}/v1/route", json=body, timeout=10).json()
     context = PolicyContext("poisson_085", Slo(2.0), np.random.default_rng(0), 3)
-    policy = make_policy(rule_for("poisson_085"), context)
+    policy = make_policy(best_tuned_rule("poisson_085"), context)
     snapshots = [ReplicaSnapshot(**fields) for fields in body["snapshots"]]
     decided = policy.place(Request(3.0, 2000, 2500.0), snapshots)
     assert answer["index"] == decided.replica

@@ -110,7 +110,7 @@ def test_where_today_is_the_best_rule_it_says_that_nothing_is_to_be_gained(
 ) -> None:
     """One request at a time leaves nothing to order, and little to place."""
     trace = written(tmp_path / "idle.csv", demand(3600, 0.05))
-    compare.main(compare.Args(trace=trace, fleet=fleet, now=DEFAULT_RULE))
+    compare.main(compare.Args(trace=trace, fleet=fleet, now="marginal_delay@1:1"))
     assert "Nothing to gain here" in capsys.readouterr().out
 
 

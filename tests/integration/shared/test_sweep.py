@@ -16,7 +16,7 @@ from scripts import call, refusal
 
 from pipelines import sweep
 from tokenyard import registry
-from tokenyard.routing.artifact import PolicyArtifact, rule_for
+from tokenyard.routing.artifact import PolicyArtifact, best_tuned_rule
 from tune_configs import mlflow_log
 from tune_configs.sweep import open_chain
 
@@ -145,10 +145,10 @@ def test_curves_of_a_resumed_sweep_pass_every_step_once(killed_and_resumed, clie
 def test_the_result_gives_the_verdict_and_keeps_the_agreed_keys(killed_and_resumed):
     _, stdout, result = killed_and_resumed
     # It is shortest expected delay, and what ships is better.
-    assert f"candidate: it does not beat {rule_for('poisson_085')}" in stdout
+    assert f"candidate: it does not beat {best_tuned_rule('poisson_085')}" in stdout
     assert "--scenario poisson_085 --registry sqlite:" in stdout
     assert "--policy candidate" in stdout
-    assert result["verdict"][0]["rival"] == rule_for("poisson_085")
+    assert result["verdict"][0]["rival"] == best_tuned_rule("poisson_085")
     assert {"command", "versions", "seed", "git_sha", "rows"} <= set(result)
     agreed = {
         "problem", "algorithm", "trial", "seed", "reward_weights", "score", "env_steps", "wall_s",
@@ -171,7 +171,7 @@ def test_the_parent_run_tells_the_story(killed_and_resumed, client):
     note = parent.data.tags["mlflow.note.content"]
     for text in (
         "4 trials (2 fast, 2 slow) learned routing on `poisson_085`",
-        f"is a candidate and not champion**: it does not beat {rule_for('poisson_085')}",
+        f"is a candidate and not champion**: it does not beat {best_tuned_rule('poisson_085')}",
         "| `fast none seed 0` | 30,000 |",
         "| the rule |",
         "Next: `python pipelines/deploy.py --cluster none --scenario poisson_085",
@@ -245,7 +245,7 @@ def test_the_smallest_sweep_registers_a_network_for_any_number_of_replicas(run_s
     rules = {rule["policy"]: rule for rule in result["baselines"]}
     # What has hardly learned is still about the rule that it corrects.
     assert all(row["score"] > rules["round_robin"]["score"] for row in rows.values())
-    assert rules[rule_for("local_cpu")]["delta_mean_fraction"] == 0.0
+    assert rules[best_tuned_rule("local_cpu")]["delta_mean_fraction"] == 0.0
     lookup = registry.mlflow_lookup(f"sqlite:///{tmp_path}/mlflow.db", registry.CANDIDATE)
     swept = PolicyArtifact.load(lookup(result["registrations"][0]["model"]).path)
     assert swept.metadata.num_replicas is None

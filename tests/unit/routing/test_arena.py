@@ -25,7 +25,7 @@ from tokenyard.routing.arena import (
     rows_of_cell,
 )
 from tokenyard.routing.arena_page import write_page
-from tokenyard.routing.artifact import DEFAULT_RULE
+from tokenyard.routing.artifact import DEFAULT, default_rule
 from tokenyard.routing.evaluation import per_stream
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import load_scenario
@@ -68,7 +68,8 @@ def test_every_entry_of_a_cell_can_play(tmp_path):
 
 
 def test_entries_of_one_name_are_told_apart(cell):
-    own = ["a/mine.py", "b/mine.npz", "c/other.py", "sed.py", "champion.npz", "http://one/v1/route"]
+    files = ["a/mine.py", "b/mine.npz", "c/other.py", "sed.py", "champion.npz", "default.npz"]
+    own = [*files, "http://one/v1/route"]
     entries = entries_of(cell, own)
     assert len({one.name for one in entries}) == len(entries)
     told = {one.policy: one.name for one in entries if one.policy in own}
@@ -78,7 +79,7 @@ def test_entries_of_one_name_are_told_apart(cell):
 def test_no_tuned_rule_plays_in_a_sealed_cell():
     for sealed in (one for one in find_cells(False, 3) if one.is_sealed):
         names = {one.name for one in entries_of(sealed, [])}
-        assert DEFAULT_RULE in names
+        assert DEFAULT in names
         assert not {"champion", "sed_dump", "sita"} & names
         assert not any(name.startswith("tuned_") for name in names)
 
@@ -187,7 +188,7 @@ def test_what_nobody_pays_for_is_played_alike(name):
     assert not unpaid.pays
     paid = unpaid.model_copy(update={"reward": scenario.reward})
     ordered = [one for one in PROBLEM.policies_for(scenario) if "+" in one]
-    given = (DEFAULT_RULE, "marginal_in_order+wspt@20")
+    given = (default_rule(scenario), "marginal_in_order+wspt@20")
     for rule in ("sed", "marginal_delay", "tuned_marginal_delay", *ordered, *given):
         if rule.startswith("tuned_m") and scenario.fleet is None:
             continue

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tokenyard.routing.artifact import learned_policy, rule_for
+from tokenyard.routing.artifact import best_tuned_rule, learned_policy
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies.rule_name import RuleName, Term
@@ -158,9 +158,9 @@ def test_a_search_of_a_fleet_has_all_orders_by_size():
 def test_a_search_begins_at_the_rule_that_ships(name):
     scenario = load_scenario(name)
     config = started_at_best_rule(scenario, SMALL)
-    placement, order = RuleName.parse(rule_for(name))
-    assert best_start(scenario) == rule_for(name)
-    knobs = load_tuned(name).orders.get(rule_for(name))
+    placement, order = RuleName.parse(best_tuned_rule(name))
+    assert best_start(scenario) == best_tuned_rule(name)
+    knobs = load_tuned(name).orders.get(best_tuned_rule(name))
     weights = linear_weights(scenario, placement, knobs)
     assert config.start[: len(weights)] == weights
     assert config.order == tuple(order_weights_of(order, knobs))
@@ -168,7 +168,7 @@ def test_a_search_begins_at_the_rule_that_ships(name):
 
 def test_where_it_cannot_be_the_rule_that_ships_it_is_the_next():
     scenario = load_scenario("two_classes_slo")
-    assert rule_for("two_classes_slo") == "tuned_marginal_delay+fair"
+    assert best_tuned_rule("two_classes_slo") == "tuned_marginal_delay+fair"
     assert best_start(scenario) == "tuned_marginal_delay+boost"
     # First come, first served it is the best by its training score.
     assert best_start(scenario, orders=False) == "tuned_marginal_delay"

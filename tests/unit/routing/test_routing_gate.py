@@ -144,7 +144,7 @@ def test_the_placement_that_knows_the_order_is_a_rival_wherever_it_was_tuned():
     # There another rule has the better score.
     first, *others = gate.rivals(load_scenario("poisson_050"))
     assert (first, others[0]) == ("sed_linear+boost", "marginal_in_order+sjf")
-    own = load_scenario("conversation").model_copy(update={"name": "mine"})
+    own = load_scenario("conversation_mixed_gpus").model_copy(update={"name": "mine"})
     assert not any("in_order" in name for name in gate.rivals(own))
 
 

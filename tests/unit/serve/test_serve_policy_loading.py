@@ -10,7 +10,7 @@ from serve_app.policy import loading as loading_module
 from serve_app.policy.loading import RANDOMISED, TUNED, from_artifact, resolve_policy
 from serve_app.policy.runner import warm_up
 from tokenyard.artifact import ArtifactError, RegisteredPolicy
-from tokenyard.routing.artifact import DEFAULT_RULE
+from tokenyard.routing.artifact import DEFAULT_RULE, DEFAULT_SERVER_RULE
 from tokenyard.routing.metadata import FeatureScaling
 from tokenyard.routing.policies import BASELINES, load_tuned
 from tokenyard.routing.scenario import load_scenario
@@ -91,12 +91,16 @@ def untuned(tmp_path, scenario):
 
 @pytest.mark.parametrize(
     ("scenario", "rule"),
-    [("poisson_050", "sed_linear+boost"), ("local_cpu", "tuned_marginal_delay+sjf"),
-     ("conversation_mixed_gpus", "tuned_marginal_delay+boost"), ("poisson_085", DEFAULT_RULE),
-     ("churn", DEFAULT_RULE)],
-)  # fmt: skip
+    [
+        ("poisson_050", "sed_linear+boost"),
+        ("local_cpu", "tuned_marginal_delay+sjf"),
+        ("conversation_mixed_gpus", "tuned_marginal_delay+boost"),
+        ("poisson_085", DEFAULT_SERVER_RULE),
+        ("churn", DEFAULT_RULE),
+    ],
+)
 def test_where_no_champion_is_trained_a_rule_is_served_by_name(scenario, rule, tmp_path):
-    name = untuned(tmp_path, scenario) if rule == DEFAULT_RULE else scenario
+    name = untuned(tmp_path, scenario) if rule in (DEFAULT_RULE, DEFAULT_SERVER_RULE) else scenario
     loaded = pickle.loads(pickle.dumps(resolve_policy("champion", name)))
     card = loaded.card
     assert (card.name, card.kind, card.source) == (rule, "baseline", f"the rule {rule}")
@@ -110,7 +114,7 @@ def test_where_no_champion_is_trained_a_rule_is_served_by_name(scenario, rule, t
 
 
 def test_an_order_behind_a_champion_that_is_a_rule_takes_the_place_of_its_own(tmp_path):
-    card = resolve_policy("champion+wspt@5", untuned(tmp_path, "poisson_085")).card
+    card = resolve_policy("champion+wspt@5", untuned(tmp_path, "churn")).card
     assert (card.name, card.source) == ("marginal_delay+wspt@5", "the rule marginal_delay+wspt@5")
 
 

@@ -15,7 +15,7 @@ from unit.serve.test_serve_gateway import cluster_of
 from unit.stub_endpoint import stubs
 
 from serve_app.gateway.tracing import Tracing, tracing_of
-from tokenyard.routing.artifact import rule_for
+from tokenyard.routing.artifact import best_tuned_rule
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 NAMED = f"traceparent: 00-{TRACE}-{PARENT}-01\r\ntracestate: a=b\r\n".encode()
@@ -90,7 +90,9 @@ def test_a_span_tells_the_decision_and_the_endpoint_works_below_it(traced):
         told = span.attributes
         assert told["tokenyard.replica"] == endpoints[1].url
         assert (told["tokenyard.pool"], told["tokenyard.retries"]) == ("theirs", 1)
-        assert told["tokenyard.policy"].partition("@")[0] == rule_for("conversation_mixed_gpus")
+        assert told["tokenyard.policy"].partition("@")[0] == best_tuned_rule(
+            "conversation_mixed_gpus"
+        )
         assert told["tokenyard.decision_us"] > 0
         assert told["gen_ai.usage.output_tokens"] == 2
         assert told["gen_ai.response.finish_reasons"] == ("stop",)

@@ -30,7 +30,7 @@ def test_every_scenario_has_a_champion_of_its_own_or_a_rule_that_can_be_made(nam
         artifact, source = PolicyArtifact.champion(name)
     except NoChampionError:
         context = PolicyContext(name, scenario.slo, np.random.default_rng(0), scenario.num_servers)
-        make_policy(rule_for(name), context)
+        make_policy(rule_for(scenario), context)
         return
     assert source == f"shipped routing/{name}"
     assert isinstance(artifact, PolicyArtifact)

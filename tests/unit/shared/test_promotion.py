@@ -7,7 +7,7 @@ from toy_problem import SCENARIOS, TOY, ToyArtifact, ToyProblem
 from tokenyard.artifact import RegisteredPolicy
 from tokenyard.problem import PROBLEMS
 from tokenyard.promotion import judge_candidate, rivals
-from tokenyard.routing.artifact import DEFAULT_RULE
+from tokenyard.routing.artifact import DEFAULT_SERVER_RULE
 
 LOW = SCENARIOS["toy_low"]
 STREAMS = TOY.streams(LOW, "validation", 6, 1)
@@ -75,7 +75,8 @@ def test_a_rule_that_ships_is_to_be_beaten_once(name):
 def test_where_nothing_was_tuned_two_rules_are_to_be_beaten():
     routing = PROBLEMS["routing"]()
     own = routing.load_scenario("poisson_050").model_copy(update={"name": "mine"})
-    assert [one.rule or one.name for one in rivals(routing, own, "sed")] == [DEFAULT_RULE, "sed"]
+    names = [rival.rule or rival.name for rival in rivals(routing, own, "sed")]
+    assert names == [DEFAULT_SERVER_RULE, "sed"]
 
 
 @pytest.mark.parametrize("level", [2.5, 3.0])
